@@ -1,0 +1,40 @@
+# The two commands of the README are `make demo` and `make test`; each makes .venv if it is missing.
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,12))' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-gpu install check kernels-compile coverage clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "autotune needs Python 3.11 or 3.12 on the PATH (or make PYTHON=/path/to/python)"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q -c constraints.txt 'torch==2.13.0'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,humaneval]'
+	@touch $@
+
+demo: install
+	$(BIN)/autotune study start studies/quickstart.yaml
+
+test: install
+	$(BIN)/python -m pytest -m "not gpu"
+
+# Needs a CUDA device; minutes.
+test-gpu: install
+	$(BIN)/python -m pytest -m gpu
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Compiles every Triton configuration for sm_80, 89, 90, 100 and 120; no GPU needed, minutes.
+kernels-compile: install
+	$(BIN)/python -m kernels.compile_all
+
+clean:
+	rm -rf $(VENV) build *.egg-info

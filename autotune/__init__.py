@@ -1,0 +1,1 @@
+"""Autotune: studies, search, store, backends, reports and the command line."""

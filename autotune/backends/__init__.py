@@ -1,0 +1,1 @@
+"""Backends: what can measure knobs. Listing them imports neither torch nor CUDA."""

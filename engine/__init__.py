@@ -1,0 +1,1 @@
+"""The tensor-parallel speculative Mixture-of-Experts engine."""

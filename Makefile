@@ -20,7 +20,7 @@ demo: install
 	$(BIN)/autotune study start studies/quickstart.yaml
 
 test: install
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
 # Needs a CUDA device; minutes.
 test-gpu: install

@@ -91,6 +91,8 @@ class Measurement(Record):
     output_check: OutputCheck = "unverified"
     #: "why is this value None", by field name
     unknown: dict[str, str] = Field(default_factory=dict)
+    #: what a reader of this number must know (resampled, nearest divergence, ...), one line each
+    notes: tuple[str, ...] = ()
     health_before: tuple[Health, ...] = ()
     health_after: tuple[Health, ...] = ()
     failure: Failure | None = None
@@ -123,4 +125,6 @@ class Provenance(Record):
     cpu_affinity: tuple[int, ...] = ()
     topology: str | None = None
     machine_fingerprint: str = ""
+    #: clocks, temperature, power and throttling when this was collected
+    health: tuple[Health, ...] = ()
     unknown: dict[str, str] = Field(default_factory=dict)

@@ -5,7 +5,7 @@ S slots, C rows a slot.
 """
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 
 def tree_attention_ref(
@@ -36,7 +36,7 @@ def tree_attention_ref(
         visible_BTL = _visible(num_tokens, stop, prefix_B, mask_BTT)
         # rows past a shorter sequence's end may never have been written: 0 times NaN is NaN
         k_BLGD, v_BLGD = k_BLGD.nan_to_num(0.0, 0.0, 0.0), v_BLGD.nan_to_num(0.0, 0.0, 0.0)
-    o_BNTD = F.scaled_dot_product_attention(
+    o_BNTD = scaled_dot_product_attention(
         q_BTND.transpose(1, 2).float(),
         k_BLGD.transpose(1, 2).float(),
         v_BLGD.transpose(1, 2).float(),
@@ -54,7 +54,7 @@ def _visible_one(
         if num_tokens == 1:
             return None
         return torch.ones(num_tokens, prefix + num_tokens, dtype=torch.bool).tril_(prefix)[None]
-    return F.pad(mask_BTT, (prefix, 0), value=True)
+    return pad(mask_BTT, (prefix, 0), value=True)
 
 
 def _visible(
@@ -65,7 +65,7 @@ def _visible(
     if mask_BTT is None:
         return node_BL[:, None] <= row_L[:num_tokens, None]
     own_BTL = torch.gather(
-        F.pad(mask_BTT, (0, 1), value=False),
+        pad(mask_BTT, (0, 1), value=False),
         2,
         node_BL.clamp(0, num_tokens)[:, None].expand(-1, num_tokens, -1),
     )

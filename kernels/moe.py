@@ -4,7 +4,7 @@ T tokens, H hidden, E experts, K experts per token, I this shard's intermediate 
 """
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import linear, silu
 
 #: tokens x elements of gate_up up to which computing every expert beats a loop over them (one core:
 #: about 1 ms)
@@ -39,8 +39,8 @@ def moe_mlp_ref(
     for expert, count in enumerate(counts):
         if count:
             rows = slice(start, start + count)
-            hidden_PI = _silu_product(F.linear(x_PH[rows], gate_up_EJH[expert]))
-            y_PH[rows] = F.linear(hidden_PI, down_EHI[expert])
+            hidden_PI = _silu_product(linear(x_PH[rows], gate_up_EJH[expert]))
+            y_PH[rows] = linear(hidden_PI, down_EHI[expert])
             start += count
     total_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
     weighted_PH = y_PH.float() * weight_TK.flatten()[order_P, None]
@@ -49,7 +49,7 @@ def moe_mlp_ref(
 
 def _silu_product(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return silu(gate) * up
 
 
 def _one_token(
@@ -61,7 +61,7 @@ def _one_token(
 ) -> torch.Tensor:
     y_KH = torch.cat(
         [
-            F.linear(_silu_product(F.linear(x_TH, gate_up_EJH[expert])), down_EHI[expert])
+            linear(_silu_product(linear(x_TH, gate_up_EJH[expert])), down_EHI[expert])
             for expert in expert_TK[0].tolist()
         ]
     )

@@ -18,9 +18,10 @@ from autotune.records import Failure, FailureKind, Health, Measurement, Provenan
 from model.spec import Knobs, Scalar, Workload
 
 if TYPE_CHECKING:
+    from model.predictor import Predictor
+
     from autotune.schemas import Study
     from model.machine import Machine
-    from model.predictor import Predictor
 
 #: order and trial of a measurement that the loop has not placed yet
 UNPLACED = -1

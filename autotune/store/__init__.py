@@ -1,0 +1,1 @@
+"""The database: every measurement with its provenance, beside Optuna's tables."""

@@ -1,0 +1,1 @@
+"""Alembic migrations of our tables (Optuna migrates its own)."""

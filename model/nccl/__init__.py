@@ -1,0 +1,1 @@
+"""What NCCL itself would choose: topology search, tuning tables, algorithm, protocol, channels."""

@@ -1,0 +1,177 @@
+"""What NCCL runs for an all-reduce of a given size: algorithm, protocol, channels, threads.
+
+The lowest time of NCCL's own table wins, ties going to the first in the order tree, ring, nvls and
+LL, LL128, Simple; then channels and threads shrink with the size, and the scheduler cuts the
+message into cells. Source: NVIDIA/nccl 2.27 to 2.30, src/enqueue.cc (read, facts only).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from model.nccl import versions as v
+from model.nccl.settings import PROTOCOLS
+from model.nccl.tuning import (
+    Algorithm,
+    Communicator,
+    Protocol,
+    Table,
+    f32,
+    thread_thresholds,
+    tuning_table,
+)
+
+_ORDER: tuple[Algorithm, ...] = ("tree", "ring", "nvls")
+_PROTOCOLS: tuple[Protocol, ...] = ("LL", "LL128", "Simple")
+#: an all-reduce moves each byte twice; LL sends flags with the data and gets twice that weight
+_TRAFFIC_PER_BYTE = 2
+_LL_TRAFFIC = 4
+#: no time of NCCL's table is above this, us
+_NEVER = 3.6e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What NCCL runs for one size. ``channels`` are used, numbered 0 to ``channels - 1``.
+
+    ``model_time_us`` is the time NCCL's table gives, a means of choosing, not a prediction.
+    """
+
+    algo: Algorithm
+    proto: Protocol
+    channels: int
+    threads: int
+    model_time_us: float
+
+
+@dataclass(frozen=True)
+class Selector:
+    """NCCL's choice per size for one communicator."""
+
+    comm: Communicator
+
+    @cached_property
+    def table(self) -> Table:
+        """Latency, bandwidth and thread limit per (algo, proto)."""
+        return tuning_table(self.comm)
+
+    @cached_property
+    def _thresholds(self) -> dict[tuple[str, str], int]:
+        return thread_thresholds(self.comm)
+
+    def model_time_us(self, algo: str, proto: str, size_bytes: int) -> float | None:
+        """NCCL's table time, us; None where the combination is disabled."""
+        entry = self.table[algo, proto]
+        if entry.bandwidth == 0:
+            return None
+        bandwidth, latency = f32(entry.bandwidth), f32(entry.latency_us)
+        if algo == "tree":
+            step = (size_bytes >> 6).bit_length() - 1
+            row = v.TREE_CORRECTION[PROTOCOLS.index(proto)]
+            if 0 <= step < len(row):
+                bandwidth = f32(bandwidth * f32(row[step]))
+        comm = self.comm
+        share = size_bytes // (comm.num_channels * comm.num_ranks)
+        if algo == "ring" and proto == "Simple" and comm.num_nodes > 1 and share >= 64:
+            latency = f32(latency * (1.9 if comm.min_cc < 80 else 1.4))
+        return f32(latency + f32(f32(size_bytes) / f32(1000 * bandwidth)))
+
+    def choose(self, size_bytes: int) -> Choice:
+        """The choice for a message of ``size_bytes`` (bytes of the whole vector).
+
+        Raises ``ValueError`` for a size below 1 and where the settings leave nothing to run.
+        """
+        if size_bytes < 1:
+            raise ValueError(f"size_bytes {size_bytes} must be at least 1 byte")
+        return _choose(self, int(size_bytes))
+
+    def switch_points(self, low: int, high: int) -> list[tuple[int, Choice]]:
+        """Powers of two in low..high (bytes) at which algorithm or protocol change, the first
+        size included."""
+        points: list[tuple[int, Choice]] = []
+        size = low
+        while size <= high:
+            choice = self.choose(size)
+            last = points[-1][1] if points else None
+            if last is None or (last.algo, last.proto) != (choice.algo, choice.proto):
+                points.append((size, choice))
+            size *= 2
+        return points
+
+    def _best(self, size_bytes: int) -> tuple[Algorithm, Protocol, float]:
+        best: tuple[Algorithm, Protocol] | None = None
+        least = _NEVER
+        for algo in _ORDER:
+            for proto in _PROTOCOLS:
+                time = self.model_time_us(algo, proto, size_bytes)
+                if time is not None and time < least:
+                    best, least = (algo, proto), time
+        if best is None:
+            settings = self.comm.settings
+            raise ValueError(
+                f"NCCL has nothing to run for an all-reduce of {size_bytes} bytes with "
+                f"NCCL_ALGO={settings.algo} and NCCL_PROTO={settings.proto}: it fails with "
+                f"'no algorithm/protocol available'"
+            )
+        return *best, least
+
+    def _size_to_threads(self, algo: str, proto: str, size_bytes: int) -> tuple[int, int]:
+        """Channels and threads before scheduling."""
+        comm = self.comm
+        threads = self.table[algo, proto].max_threads
+        if algo == "nvls":
+            return comm.nvls_channels, threads
+        channels = comm.num_channels
+        threshold = self._thresholds[algo, proto]
+        while size_bytes < channels * threads * threshold and channels >= 2:
+            channels -= 1
+        while size_bytes < channels * threads * threshold and threads % 128 == 0:
+            threads //= 2
+        if proto == "Simple":
+            # the split kernel synchronises in warps of its own
+            threads += v.WARP if algo == "ring" else 4 * v.WARP
+        threads = max(threads // v.WARP, 3) * v.WARP
+        return channels, v.MAX_THREADS if algo == "tree" else threads
+
+
+@lru_cache(maxsize=65536)
+def _choose(selector: Selector, size_bytes: int) -> Choice:
+    algo, proto, time = selector._best(size_bytes)
+    channels, threads = selector._size_to_threads(algo, proto, size_bytes)
+    comm = selector.comm
+    most = comm.nvls_channels if algo == "nvls" else comm.num_channels
+    used = scheduled_channels(comm, size_bytes, proto, channels, most)
+    return Choice(algo=algo, proto=proto, channels=used, threads=threads, model_time_us=time)
+
+
+def scheduled_channels(
+    comm: Communicator, size_bytes: int, proto: str, channels: int, most: int
+) -> int:
+    """Channels that get work when a lone message is cut into cells for up to ``channels``.
+
+    ``most`` is the number of channels that exist for this kind of algorithm.
+    """
+    least = comm.release.min_traffic_bytes
+    weight = _LL_TRAFFIC if proto == "LL" else 1
+    traffic = max(least, size_bytes * _TRAFFIC_PER_BYTE * weight)
+    channels = min(channels, most)
+    if comm.release.min_traffic_per_channel:
+        per_channel = max(least, traffic // channels)
+    else:
+        per_channel = _up(traffic // channels, 16) * 16
+    per_byte = _TRAFFIC_PER_BYTE * weight
+    cell = _up(_up(least, per_byte), 16) * 16
+    cells = _up(size_bytes, cell)
+    cells_per_channel = min(cells, _up(per_channel, cell * per_byte))
+    first = cells if most == 1 else cells_per_channel
+    middle, last = divmod(cells - first, cells_per_channel)
+    count = 1 + middle + (last != 0)
+    if most < count:
+        # more than exist: spread what is left over the channels between
+        middle = most - 2
+        last = 1
+        count = 2 + middle
+    return count
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit)

@@ -1,6 +1,7 @@
 """Records what NCCL chooses on two GPUs, for many environments and sizes: cases for the selector.
 
 usage: python bench/record_nccl_cases.py --out DIR [--library PATH ...] [--budget-s 160] [--jobs 3]
+e.g.   python3 bench/record_nccl_cases.py --out $OUT --library .whl/libnccl-2.30.7.so.xz
 
 Needs two NVIDIA GPUs and an installed NCCL (the nvidia-nccl wheel that torch brings), no torch.
 Each environment gets two fresh processes (NCCL reads most variables once per process) that run one
@@ -98,13 +99,13 @@ class UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_byte * 128),)
 
 
-class Failed(RuntimeError):
+class CallError(RuntimeError):
     """A CUDA or NCCL call returned an error code."""
 
 
 def check(code: int, what: str) -> None:
     if code != 0:
-        raise Failed(f"{what} returned {code}")
+        raise CallError(f"{what} returned {code}")
 
 
 def worker(rank: int, library: str, folder: Path) -> None:
@@ -154,8 +155,8 @@ def worker(rank: int, library: str, folder: Path) -> None:
 TELLING = re.compile(
     r"NCCL version|set by environment|Pattern \d|nNodes|Enabled NCCL|AllReduce \||Algorithm +\|"
     r"|Max NThreads|threadThresholds|coll channels| via |Bytes ->|WARN|=== System|=====|"
-    r"- (?:GPU|NVS|PCI|NIC|NET)/|(?:CPU|PCI)/[0-9a-f]+-|Init (?:START|COMPLETE)|Could not find a path|"
-    r"Invalid |User asked|NVLS|Comm config (?:min|max)CTAs|CTAS "
+    r"- (?:DEV|GPU|NVS|PCI|NIC|NET)/|(?:CPU|PCI)/[0-9a-f]+-|Init (?:START|COMPLETE)|"
+    r"Could not find a path|Invalid |User asked|NVLS|Comm config (?:min|max)CTAs|CTAS "
 )
 CHANNEL_ORDER = re.compile(r"NCCL INFO +\d+ : ")
 CHOICE = re.compile(

@@ -1,11 +1,12 @@
 """Makes a small libnccl for one GPU architecture, to carry to a machine without network.
 
 usage: python bench/shrink_nccl.py --version 2.30.7 [--cuda 13] [--arch 90] [--out .whl]
-       python bench/shrink_nccl.py --unpack .whl/libnccl-2.30.7.so.xz --out DIR     (on the GPU machine)
+       python bench/shrink_nccl.py --unpack .whl/libnccl-2.30.7.so.xz --out DIR
 
-The wheel comes from the package index by pip. Every embedded GPU program of another architecture is
-zeroed in place (layout, symbols and offsets stay, so the dynamic loader sees the same file) and the
-result is compressed with xz. On the GPU machine only ``--unpack`` runs; it needs nothing but Python.
+The wheel comes from the package index by pip. Every embedded GPU program of another architecture,
+every program before linking and the debug sections are zeroed in place (layout, symbols and offsets
+stay, so the dynamic loader sees the same file); xz compresses the rest. ``--unpack`` is for the GPU
+machine and needs nothing but Python.
 """
 
 import argparse

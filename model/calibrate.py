@@ -1,0 +1,209 @@
+"""Update a calibration from measurements: one joint fit of every constant they tell about."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.calibration import Calibration
+from model.collectives import CollectiveKey
+from model.constants import as_mapping, from_scale
+from model.observations import AllreduceObservation, Observation, TermObservation
+from model.robust import Fit, robust_map
+from model.step import SUB_TERMS, StepModel, StepRows
+
+Array = NDArray[Any]
+
+#: a term's formula is trusted to this, however often one knobs is repeated
+_TERM_FLOOR = 0.03
+#: pseudo-observations behind the priors of the residual and of the slow mode's share
+_PRIOR_WEIGHT = 4.0
+_MODE_ROUNDS = 3
+
+
+def calibrate(
+    calibration: Calibration, observations: Sequence[Observation], step: StepModel
+) -> Calibration:
+    """The calibration after these observations (``AcceptanceCounts`` are for ``AcceptanceModel``).
+
+    Repeats of one (knobs, workload, term) are one group: their spread counts, but n repeats of
+    one knobs never make its formula exact. Launch-bound groups are read in the host mode, fast or
+    slow, that fits them better. Raises ``ValueError`` for a term its knobs do not have.
+    """
+    terms = [o for o in observations if isinstance(o, TermObservation)]
+    reduces = [o for o in observations if isinstance(o, AllreduceObservation)]
+    if not terms and not reduces:
+        return calibration
+    data = _Data(step, calibration, terms, reduces)
+    precision = np.linalg.inv(calibration.covariance)
+    x = calibration.x
+    modes = data.nearest_modes(x)
+    for _ in range(_MODE_ROUNDS):
+        fit = robust_map(
+            lambda x_DK, modes=modes: data.predict(x_DK, modes),  # type: ignore[misc]
+            data.values, data.rel_sds, calibration.x, precision, start_K=x,
+        )  # fmt: skip
+        x = fit.x
+        previous, modes = modes, data.nearest_modes(x)
+        if np.array_equal(previous, modes):
+            break
+    fixed = {
+        "discrepancy": data.discrepancy(calibration["discrepancy"], x, modes),
+        "host_slow_share": data.slow_share(calibration["host_slow_share"], x, modes),
+    }
+    sources = [*(o.source for o in terms), *(o.source for o in reduces)]
+    return _updated(calibration, fit, sources, fixed)
+
+
+def _updated(
+    calibration: Calibration, fit: Fit, sources: Sequence[str], fixed: Mapping[str, float]
+) -> Calibration:
+    constants = tuple(
+        replace(c, value=float(fixed.get(c.name, from_scale(fit.x[k], c.scale))))
+        for k, c in enumerate(calibration.constants)
+    )
+    return replace(
+        calibration,
+        constants=constants,
+        covariance=0.5 * (fit.covariance + fit.covariance.T),
+        parent=calibration.id,
+        used=(*calibration.used, *dict.fromkeys(s for s in sources if s)),
+    )
+
+
+class _Data:
+    """Grouped observations and their predictions for many constant vectors."""
+
+    def __init__(
+        self,
+        step: StepModel,
+        calibration: Calibration,
+        terms: Sequence[TermObservation],
+        reduces: Sequence[AllreduceObservation],
+    ) -> None:
+        self._step, self._constants = step, calibration.constants
+        groups: dict[tuple[int, str], list[TermObservation]] = defaultdict(list)
+        pairs: dict[tuple[object, object], int] = {}
+        for o in terms:
+            groups[(pairs.setdefault((o.knobs, o.workload), len(pairs)), o.term)].append(o)
+        self._rows = StepRows.of([k for k, _ in pairs], [w for _, w in pairs]) if pairs else None  # type: ignore[misc]
+        self._groups = [
+            (row, term, _source_terms(term, rows[0].knobs.method != "off"))
+            for (row, term), rows in groups.items()
+        ]
+        self._reduces = list(reduces)
+        value = [float(np.exp(np.median(np.log([o.value_ms for o in g])))) for g in groups.values()]
+        sd = [
+            float(np.hypot(np.mean([o.rel_sd for o in g]) / np.sqrt(len(g)), _TERM_FLOOR))
+            for g in groups.values()
+        ]
+        value += [o.time_us for o in reduces]
+        sd += [float(np.hypot(o.rel_sd, _TERM_FLOOR)) for o in reduces]
+        self.values = np.array(value)
+        self.rel_sds = np.array(sd)
+
+    def predict(self, x_DK: Array, slow_N: NDArray[np.bool_]) -> Array:
+        """Predicted values [D, N]: ms for term groups, us for all-reduces."""
+        c = as_mapping(self._constants, x_DK)
+        columns = []
+        if self._rows is not None:
+            need_slow = slow_N[: len(self._groups)].any()
+            fast = self._step.terms_ms(self._rows, c, False)
+            slow = self._step.terms_ms(self._rows, c, True) if need_slow else fast
+            for n, (row, _, names) in enumerate(self._groups):
+                terms = slow if slow_N[n] else fast
+                columns.append(sum(_column(terms[name], row, len(x_DK)) for name in names))
+        table = np.stack(columns, axis=1) if columns else np.zeros((len(x_DK), 0))
+        if not self._reduces:
+            return np.maximum(table, 1e-9)
+        result: Array = np.maximum(np.concatenate([table, self._allreduce(c)], axis=1), 1e-9)
+        return result
+
+    def _allreduce(self, c: Mapping[str, Array]) -> Array:
+        keys = [_key_of(o) for o in self._reduces]
+        sizes = [float(o.size_bytes) for o in self._reduces]
+        return self._step.collectives.table_us(keys, sizes, [o.graphed for o in self._reduces], c)
+
+    def nearest_modes(self, x: Array) -> NDArray[np.bool_]:
+        """Which groups the slow host mode fits better (False where the modes agree)."""
+        none = np.zeros(self.values.size, dtype=bool)
+        fast = np.log(self.predict(x[None], none)[0])
+        slow = np.log(self.predict(x[None], ~none)[0])
+        value = np.log(self.values)
+        result: NDArray[np.bool_] = np.abs(value - slow) + 1e-9 < np.abs(value - fast)
+        return result
+
+    def discrepancy(self, prior: float, x: Array, slow_N: NDArray[np.bool_]) -> float:
+        """Relative residual of whole rows, shrunk towards the prior."""
+        predicted = self.predict(x[None], slow_N)[0]
+        sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for n, (row, term, _) in enumerate(self._groups):
+            if term in ("verify", "decode", "cycle"):
+                continue
+            sums[row][0] += self.values[n]
+            sums[row][1] += predicted[n]
+        square = [np.log(seen / model) ** 2 for seen, model in sums.values() if seen > 0]
+        square += [
+            np.log(self.values[n] / predicted[n]) ** 2
+            for n, (_, term, _) in enumerate(self._groups)
+            if term == "cycle"
+        ]
+        # one wild row must not blow up every interval
+        capped = np.minimum(square, 0.5**2) if square else np.zeros(0)
+        total = _PRIOR_WEIGHT * prior**2 + float(np.sum(capped))
+        return float(np.sqrt(total / (_PRIOR_WEIGHT + len(square))))
+
+    def slow_share(self, prior: float, x: Array, slow_N: NDArray[np.bool_]) -> float:
+        """Share of launch-bound rows seen in the slow mode, shrunk towards the prior."""
+        none = np.zeros(self.values.size, dtype=bool)
+        fast, slow = self.predict(x[None], none)[0], self.predict(x[None], ~none)[0]
+        rows = {
+            row: bool(slow_N[n])
+            for n, (row, _, _) in enumerate(self._groups)
+            if np.log(slow[n] / fast[n]) > 0.1
+        }
+        seen = sum(rows.values())
+        share = (_PRIOR_WEIGHT * prior + seen) / (_PRIOR_WEIGHT + len(rows))
+        return float(np.clip(share, 0.02, 0.98))
+
+
+def _source_terms(term: str, speculative: bool) -> tuple[str, ...]:
+    """Names in ``StepModel.terms_ms`` that add up to an observed term."""
+    head, _, sub = term.partition(".")
+    whole = tuple(f"target.{name}" for name in SUB_TERMS)
+    wrong = "decode" if speculative else "verify"
+    if head == wrong or (not speculative and head in ("draft", "extend")):
+        method = "eagle3" if speculative else "off"
+        raise ValueError(f"term {term!r} does not exist with speculation.method {method}")
+    if term == "cycle":
+        return (*whole, "sample", "host_gap", *(("draft", "extend") if speculative else ()))
+    if term in ("verify", "decode"):
+        return whole
+    return (f"target.{sub}",) if sub else (term,)
+
+
+def _column(value: Array, row: int, num: int) -> Array:
+    column = value[:, row] if value.shape[1] > 1 else value[:, 0]
+    return np.broadcast_to(column, (num,))
+
+
+def _key_of(o: AllreduceObservation) -> CollectiveKey:
+    env = o.environment
+
+    def number(name: str) -> int | None:
+        return int(env[name]) if env.get(name) else None
+
+    return CollectiveKey(
+        o.backend,
+        o.num_ranks,
+        algo=env.get("NCCL_ALGO", "auto").lower(),
+        proto=env.get("NCCL_PROTO", "auto"),
+        min_channels=number("NCCL_MIN_NCHANNELS"),
+        max_channels=number("NCCL_MAX_NCHANNELS"),
+        buffsize_bytes=number("NCCL_BUFFSIZE"),
+        nthreads=number("NCCL_NTHREADS"),
+        p2p_level=env.get("NCCL_P2P_LEVEL", "auto"),
+    )

@@ -1,0 +1,161 @@
+"""Calibration: the constants with their uncertainty, and how measurements update them.
+
+The fit is maximum a posteriori over all constants at once: each observation is a term (or a sum of
+terms) in log ms, priors are normal on each constant's scale, and a Student-t weight keeps one bad
+repeat from bending the rest. The covariance is the Laplace approximation at the fit, so a constant
+that no observation tells keeps its prior spread, and ``identifiability`` says so.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.constants import Constant, default_constants, from_scale, to_scale
+from model.machine import Machine
+
+Array = NDArray[Any]
+
+MODEL_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Calibration:
+    """Constants and the covariance of their values on their scales, [K, K]."""
+
+    constants: tuple[Constant, ...]
+    covariance: Array
+    #: id of the calibration this one updated, None for priors
+    parent: str | None
+    #: sources of the observations used, oldest first
+    used: tuple[str, ...]
+    machine_fingerprint: str
+    model_version: int = MODEL_VERSION
+
+    def __post_init__(self) -> None:
+        names = [constant.name for constant in self.constants]
+        if len(set(names)) != len(names):
+            raise ValueError(f"calibration names a constant twice: {sorted(names)}")
+        if self.covariance.shape != (len(names), len(names)):
+            raise ValueError(
+                f"covariance is {self.covariance.shape}, but there are {len(names)} constants"
+            )
+
+    def __getitem__(self, name: str) -> float:
+        return self.constant(name).value
+
+    def constant(self, name: str) -> Constant:
+        """A constant by name; raises ``ValueError`` listing the names."""
+        for constant in self.constants:
+            if constant.name == name:
+                return constant
+        raise ValueError(f"unknown constant {name!r}; known: {', '.join(self.names)}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all constants, in order."""
+        return tuple(constant.name for constant in self.constants)
+
+    @cached_property
+    def x(self) -> Array:
+        """Values on their scales, [K]."""
+        return np.array([to_scale(c.value, c.scale) for c in self.constants])
+
+    @cached_property
+    def id(self) -> str:
+        """12 hex digits of values, covariance and version."""
+        values = [(c.name, f"{c.value:.9g}") for c in self.constants]
+        covariance = [f"{v:.6g}" for v in self.covariance.ravel() if v]
+        text = json.dumps([self.model_version, self.machine_fingerprint, values, covariance])
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def interval(self, name: str) -> tuple[float, float]:
+        """90 % posterior interval of a constant, in its unit."""
+        k = self.names.index(self.constant(name).name)
+        half = 1.6449 * float(np.sqrt(self.covariance[k, k]))
+        scale = self.constants[k].scale
+        low, high = from_scale(np.array([self.x[k] - half, self.x[k] + half]), scale)
+        return float(low), float(high)
+
+    def identifiability(self) -> dict[str, float]:
+        """By constant: share of the prior variance the data removed (0: untold, 1: pinned)."""
+        variance = np.diag(self.covariance)
+        return {
+            c.name: float(np.clip(1.0 - variance[k] / c.prior_sd**2, 0.0, 1.0))
+            for k, c in enumerate(self.constants)
+        }
+
+    def with_values(self, **values: float) -> "Calibration":
+        """The same calibration with some constants set (for what-if questions and simulators)."""
+        for name in values:
+            self.constant(name)
+        constants = tuple(
+            replace(c, value=float(values[c.name])) if c.name in values else c
+            for c in self.constants
+        )
+        return replace(self, constants=constants, parent=self.id)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; ``Calibration.from_dict`` restores an equal calibration."""
+        return {
+            "model_version": self.model_version,
+            "id": self.id,
+            "parent": self.parent,
+            "machine_fingerprint": self.machine_fingerprint,
+            "used": list(self.used),
+            "constants": [
+                {
+                    "name": c.name,
+                    "value": c.value,
+                    "unit": c.unit,
+                    "prior": c.prior,
+                    "prior_sd": c.prior_sd,
+                    "scale": c.scale,
+                    "source": c.source,
+                }
+                for c in self.constants
+            ],
+            "covariance": self.covariance.tolist(),
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Calibration":
+        """Restore; raises ``ValueError`` for another model version or a missing key."""
+        version = values.get("model_version")
+        if version != MODEL_VERSION:
+            raise ValueError(
+                f"calibration has model_version {version!r}; this is version {MODEL_VERSION}: "
+                "calibrate again from the stored measurements"
+            )
+        try:
+            return cls(
+                constants=tuple(Constant(**row) for row in values["constants"]),
+                covariance=np.array(values["covariance"], dtype=float),
+                parent=values["parent"],
+                used=tuple(values["used"]),
+                machine_fingerprint=values["machine_fingerprint"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"calibration is not complete: {error}") from error
+
+
+def default_calibration(machine: Machine) -> Calibration:
+    """Priors for this machine, its probe rows used where it has them."""
+    constants = (*default_constants(machine), *_collective_constants(machine))
+    return Calibration(
+        constants=constants,
+        covariance=np.diag([c.prior_sd**2 for c in constants]),
+        parent=None,
+        used=(),
+        machine_fingerprint=machine.fingerprint,
+    )
+
+
+def _collective_constants(machine: Machine) -> tuple[Constant, ...]:
+    from model.collectives import linear_constants
+
+    return linear_constants(machine)

@@ -1,0 +1,207 @@
+"""Work and time of the kernels of one forward pass, per rank.
+
+Work is bytes and flops; time is bytes over bandwidth or flops over rate, whichever is longer, plus
+a floor per kernel. In a step of many layers every weight is read cold from DRAM: nothing of one
+layer is left in the L2 when the next step comes to it. Array suffixes: D constant vectors, U
+forward passes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.formats import bytes_per_weight, relative_rate
+from model.machine import Machine
+from model.routing import correlated_experts
+from model.shapes import DraftShape, ModelShape
+
+Array = NDArray[Any]
+Constants = Mapping[str, Array]
+
+#: kernels of one layer, by part; counted in SGLang's and the engine's layers
+KERNELS_ATTENTION_GQA = 6
+KERNELS_ATTENTION_MLA = 11
+KERNELS_MOE = 7
+KERNELS_SHARED = 3
+KERNELS_DENSE = 3
+KERNELS_OTHER = 2
+KERNELS_HEAD = 4
+KERNELS_DRAFT = 16
+#: bf16 flops of one CPU core, GFLOP/s peak: fp32 AVX2 fused multiply-add at 2.5 GHz
+CPU_CORE_GFLOPS = 80.0
+#: DRAM of a CPU socket when nothing was probed, GB/s
+CPU_SOCKET_GB_PER_S = 40.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What one rank computes on: peak rates, and whether kernels are launched ahead of time."""
+
+    is_gpu: bool
+    dram_bytes_per_us: float
+    flops_per_us: float
+    memory_bytes: float
+    l2_bytes: float
+
+    @classmethod
+    def of(cls, machine: Machine, num_ranks: int) -> "Device":
+        """A rank's share of the machine: one GPU, or 1/num_ranks of the cores and DRAM."""
+        gpu = machine.gpu
+        if gpu is not None:
+            return cls(
+                is_gpu=True,
+                dram_bytes_per_us=gpu.dram_gb_per_s * 1e3,
+                flops_per_us=gpu.bf16_tflops * 1e6,
+                memory_bytes=gpu.memory_gib * 2**30,
+                l2_bytes=gpu.l2_mib * 2**20,
+            )
+        cores = machine.cpu.sockets * machine.cpu.cores_per_socket
+        dram = machine.measured.dram_gb_per_s or machine.cpu.sockets * CPU_SOCKET_GB_PER_S
+        return cls(
+            is_gpu=False,
+            dram_bytes_per_us=dram * 1e3 / num_ranks,
+            flops_per_us=CPU_CORE_GFLOPS * 1e3 * max(cores / num_ranks, 1.0),
+            memory_bytes=float("inf"),
+            l2_bytes=0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forwards:
+    """Forward passes to be timed, [U] each: B requests of n tokens over a context, on tp ranks."""
+
+    tokens_per_request: Array
+    requests: Array
+    context: Array
+    tp: Array
+
+    @property
+    def tokens(self) -> Array:
+        """Rows of the pass."""
+        return self.tokens_per_request * self.requests
+
+
+def gemm_us(weight_bytes: Array, flops: Array, rate: float, device: Device, c: Constants) -> Array:
+    """A matrix product that reads its weights once: memory- or tensor-bound."""
+    memory = weight_bytes / (device.dram_bytes_per_us * c["dram_fraction"])
+    return np.maximum(memory, flops / (device.flops_per_us * rate * c["flops_fraction"]))
+
+
+def attention_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -> Array:
+    """Projections and attention of all layers, without the all-reduce: [D, U].
+
+    GQA splits KV heads over ranks and repeats them when there are more ranks than KV heads; MLA
+    keeps the whole latent cache on every rank.
+    """
+    weights = shape.attention_params * bytes_per_weight(shape.other_format) / f.tp
+    flops = 2.0 * shape.attention_params / f.tp * f.tokens
+    kernels = kernels_attention(shape)
+    full = shape.layers - shape.linear_attention_layers - shape.sliding_layers
+    seen_rows = (
+        f.context * full + np.minimum(f.context, shape.sliding_window) * shape.sliding_layers
+    )
+    if shape.mla is None:
+        kv_share = np.maximum(shape.kv_heads / f.tp, 1.0) / shape.kv_heads
+        attend = 4.0 * shape.heads * shape.head_dim / f.tp
+    else:
+        kv_share = np.ones_like(f.tp)
+        attend = 2.0 * shape.heads * (2 * shape.mla.kv_lora + shape.mla.rope) / f.tp
+    kv_bytes = (
+        shape.kv_elements_per_token_layer * shape.kv_bytes * kv_share * f.requests * seen_rows
+    )
+    kv = np.maximum(
+        kv_bytes / (device.dram_bytes_per_us * c["kv_fraction"]),
+        attend * f.tokens * seen_rows / (device.flops_per_us * c["flops_fraction"]),
+    )
+    dense = gemm_us(weights, flops, relative_rate(shape.other_format), device, c)
+    per_layer = dense + kernels * c["kernel_gap_us"] + c["attention_us"]
+    result: Array = shape.layers * per_layer + kv
+    return result
+
+
+def moe_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -> Array:
+    """Routers, routed and shared experts and dense MLPs of all layers: [D, U].
+
+    A tensor-parallel rank holds a slice of every expert, so all ranks read the same experts.
+    """
+    other = bytes_per_weight(shape.other_format)
+    total = np.zeros(np.broadcast_shapes(f.tokens.shape, c["dram_fraction"].shape))
+    if shape.dense_layers:
+        params = 3 * shape.hidden * shape.dense_intermediate / f.tp
+        rate = relative_rate(shape.other_format)
+        gemm = gemm_us(params * other, 2 * params * f.tokens, rate, device, c)
+        total = total + shape.dense_layers * (gemm + KERNELS_DENSE * c["kernel_gap_us"])
+    if not shape.moe_layers:
+        return total
+    distinct = correlated_experts(
+        f.tokens_per_request,
+        f.requests,
+        shape.experts,
+        shape.experts_per_token,
+        c["routing_exponent"],
+    )
+    expert = distinct * shape.expert_bytes / f.tp
+    flops = 2.0 * shape.expert_params / f.tp * shape.experts_per_token * f.tokens
+    routed = np.maximum(
+        expert / (device.dram_bytes_per_us * c["moe_dram_fraction"]),
+        flops / (device.flops_per_us * relative_rate(shape.expert_format) * c["flops_fraction"]),
+    )
+    plain = shape.hidden * (shape.experts + 3 * shape.shared_intermediate / f.tp)
+    rest = gemm_us(plain * other, 2 * plain * f.tokens, 1.0, device, c)
+    batched = np.where(f.tokens > 1.5, c["moe_batched_us"], 0.0)
+    fixed = c["moe_fixed_us"] + c["moe_expert_us"] * distinct + batched
+    shared = KERNELS_SHARED if shape.shared_intermediate else 0
+    gaps = (1 + shared) * c["kernel_gap_us"]
+    result: Array = total + shape.moe_layers * (routed + rest + fixed + gaps)
+    return result
+
+
+def head_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -> Array:
+    """Final norm, vocabulary product (split over ranks) and arg-max: [D, U]."""
+    params = shape.hidden * shape.vocab / f.tp
+    other = shape.other_format
+    gemm = gemm_us(
+        params * bytes_per_weight(other), 2 * params * f.tokens, relative_rate(other), device, c
+    )
+    logits = 3 * f.tokens * shape.vocab / f.tp * 4 / (device.dram_bytes_per_us * c["dram_fraction"])
+    result: Array = gemm + logits + KERNELS_HEAD * c["kernel_gap_us"]
+    return result
+
+
+def other_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -> Array:
+    """Norms with residual adds and the embedding: [D, U]."""
+    rows = 6 * f.tokens * shape.hidden * 2 / (device.dram_bytes_per_us * c["dram_fraction"])
+    return shape.layers * (KERNELS_OTHER * c["kernel_gap_us"] + rows)
+
+
+def draft_forward_us(draft: DraftShape, f: Forwards, device: Device, c: Constants) -> Array:
+    """One forward of the draft head without its all-reduces: [D, U]."""
+    weight = bytes_per_weight(draft.weight_format)
+    layer = draft.layers * draft.layer_params
+    params = (layer + draft.fuse_params + draft.head_params) / f.tp
+    rate = relative_rate(draft.weight_format)
+    gemm = gemm_us(params * weight, 2 * params * f.tokens, rate, device, c)
+    kv = draft.kv_elements_per_token * 2.0 / f.tp * f.requests * f.context
+    per_layer = KERNELS_DRAFT * c["kernel_gap_us"] + c["attention_us"]
+    kv_us = kv / (device.dram_bytes_per_us * c["kv_fraction"])
+    result: Array = (gemm + kv_us + draft.layers * per_layer) * c["draft_factor"]
+    return result
+
+
+def kernels_attention(shape: ModelShape) -> int:
+    """Kernels of one attention layer."""
+    return KERNELS_ATTENTION_GQA if shape.mla is None else KERNELS_ATTENTION_MLA
+
+
+def kernel_counts(shape: ModelShape) -> Mapping[str, int]:
+    """Kernels of one forward pass, by term (collectives not counted)."""
+    shared = KERNELS_SHARED if shape.shared_intermediate else 0
+    return {
+        "attention": shape.layers * kernels_attention(shape),
+        "moe": shape.moe_layers * (KERNELS_MOE + shared) + shape.dense_layers * KERNELS_DENSE,
+        "head": KERNELS_HEAD,
+        "other": shape.layers * KERNELS_OTHER + 2,
+    }

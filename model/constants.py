@@ -1,0 +1,179 @@
+"""The physical constants of the step model: name, unit, prior and where the prior is from.
+
+A constant lives on a log scale when it must be positive, on a logit scale when it is a share, and
+on a plain scale otherwise; the prior and posterior are normal on that scale. Priors are wide where
+nothing was measured on this kind of host, so an uncalibrated prediction says how little it knows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.machine import Machine
+
+Array = NDArray[Any]
+Scale = Literal["log", "logit", "linear"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """One constant: ``value`` in ``unit``; prior and standard deviations on ``scale``."""
+
+    name: str
+    value: float
+    unit: str
+    prior: float
+    prior_sd: float
+    scale: Scale
+    source: str
+
+    def __post_init__(self) -> None:
+        if self.prior_sd <= 0:
+            raise ValueError(f"constant {self.name}: prior_sd {self.prior_sd} must be positive")
+        for label, value in (("value", self.value), ("prior", self.prior)):
+            if not np.isfinite(to_scale(value, self.scale)):
+                raise ValueError(
+                    f"constant {self.name}: {label} {value!r} is not on scale {self.scale}"
+                )
+
+
+def to_scale(value: float, scale: Scale) -> float:
+    """The value on the scale where it is normal; not finite if it does not belong there."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        if scale == "log":
+            return float(np.log(value)) if value > 0 else float("nan")
+        if scale == "logit":
+            return float(np.log(value / (1.0 - value))) if 0 < value < 1 else float("nan")
+    return float(value)
+
+
+def from_scale(x: Array | float, scale: Scale) -> Array:
+    """Inverse of ``to_scale``, element-wise."""
+    x = np.asarray(x, dtype=float)
+    if scale == "log":
+        return np.exp(x)
+    if scale == "logit":
+        return 1.0 / (1.0 + np.exp(-x))
+    return x
+
+
+def _row(
+    name: str, value: float, unit: str, sd: float, source: str, scale: Scale = "log"
+) -> Constant:
+    return Constant(
+        name=name, value=value, unit=unit, prior=value, prior_sd=sd, scale=scale, source=source
+    )
+
+
+_JUDGED = "judged; wide"
+_LAYERS = "moe-layer-published.csv"
+_STEP = "step-h200x2.jsonl (2 x H200, torch 2.11), widened for other hosts"
+
+
+def _routing() -> list[Constant]:
+    return [
+        _row("routing_exponent", 0.75, "1", 0.12,
+             "distinct experts 8/22/36/56 at 1/4/8/16 tokens, Qwen3.6-35B-A3B (third party)"),
+    ]  # fmt: skip
+
+
+def _gpu_constants(machine: Machine) -> list[Constant]:
+    eager, graph = machine.measured.launch_eager, machine.measured.launch_graph
+    launch = (
+        _row("launch_us", eager.median_us, "us per kernel", 0.25, "probed on this machine")
+        if eager
+        else _row("launch_us", 9.0, "us per kernel", 0.4, _STEP)
+    )
+    gap = (
+        _row(
+            "kernel_gap_us",
+            max(graph.median_us, 0.3),
+            "us per kernel",
+            0.3,
+            "probed on this machine",
+        )
+        if graph
+        else _row("kernel_gap_us", 2.0, "us per kernel", 0.35, _STEP)
+    )
+    return [
+        _row("dram_fraction", 0.80, "of peak", 0.12, "aiconfigurator's memory factor 0.8"),
+        _row("flops_fraction", 0.70, "of peak", 0.25, "torch matmul 0.85-0.89, less when small"),
+        gap,
+        _row("attention_us", 8.0, "us per layer", 0.5, "MLA decode kernel 16.6 us (triton)"),
+        _row("kv_fraction", 0.55, "of peak", 0.35, _JUDGED),
+        _row("moe_dram_fraction", 0.68, "of peak", 0.2, _LAYERS),
+        _row("moe_fixed_us", 12.0, "us per layer", 0.5, _LAYERS),
+        _row("moe_expert_us", 0.05, "us per distinct expert", 1.0, _JUDGED),
+        _row("moe_batched_us", 3.0, "us per layer if batched", 1.2, "path switch; 4 x A100: 108"),
+        launch,
+        _row("collective_launch_us", 45.0, "us per collective", 0.5, _STEP),
+        _row("graph_launch_us", 25.0, "us per graph", 0.7, _JUDGED),
+        _row("host_slow_ratio", 1.6, "1", 0.12, _STEP),
+        _row("host_slow_share", 0.45, "of runs", 0.7, _STEP, "logit"),
+        _row("host_jitter", 0.06, "relative sd", 0.4, _STEP),
+        _row("numa_bind_factor", 0.93, "of launch_us", 0.07, _JUDGED),
+        _row("draft_step_us", 60.0, "us per draft step", 0.7, _JUDGED),
+        _row("tree_us", 60.0, "us per cycle with topk > 1", 0.8, _JUDGED),
+        _row("sample_us", 100.0, "us per cycle", 0.7, _JUDGED),
+        _row("host_gap_us", 300.0, "us per forward", 0.7, _JUDGED),
+        _row("host_gap_spec_us", 1200.0, "us per cycle", 0.8,
+             "4-6 ms for all but verify in a 3-step cycle (Kimi-K2.6, third party)"),
+        _row("host_gap_request_us", 8.0, "us per request", 1.0, _JUDGED),
+        _row("allreduce_factor", 1.0, "of the stand-alone time", 0.08, _STEP),
+        _row("skew_us", 0.5, "us per collective and doubling of ranks", 1.0, _JUDGED),
+        _row("draft_factor", 1.0, "of the modelled draft forward", 0.25, _JUDGED),
+    ]  # fmt: skip
+
+
+def _cpu_constants(machine: Machine) -> list[Constant]:
+    eager = machine.measured.launch_eager
+    launch = eager.median_us if eager else 12.0
+    return [
+        _row("dram_fraction", 0.7, "of peak", 0.5, _JUDGED),
+        _row("flops_fraction", 0.3, "of peak", 0.8, _JUDGED),
+        _row("kernel_gap_us", 0.5, "us per op", 0.5, _JUDGED),
+        _row("attention_us", 20.0, "us per layer", 0.8, _JUDGED),
+        _row("kv_fraction", 0.3, "of peak", 0.8, _JUDGED),
+        _row("moe_dram_fraction", 0.5, "of peak", 0.6, _JUDGED),
+        _row("moe_fixed_us", 60.0, "us per layer", 0.8, _JUDGED),
+        _row("moe_expert_us", 30.0, "us per distinct expert", 0.8, _JUDGED),
+        _row("moe_batched_us", 5.0, "us per layer if batched", 1.2, _JUDGED),
+        _row("launch_us", launch, "us per op", 0.6, "probed on this machine" if eager else _JUDGED),
+        _row("collective_launch_us", 20.0, "us per collective", 0.8, _JUDGED),
+        _row("graph_launch_us", 25.0, "us per graph", 0.7, _JUDGED),
+        _row("host_slow_ratio", 1.2, "1", 0.12, _JUDGED),
+        _row("host_slow_share", 0.2, "of runs", 0.8, _JUDGED, "logit"),
+        _row("host_jitter", 0.08, "relative sd", 0.5, _JUDGED),
+        _row("numa_bind_factor", 0.97, "of launch_us", 0.07, _JUDGED),
+        _row("draft_step_us", 150.0, "us per draft step", 0.8, _JUDGED),
+        _row("tree_us", 300.0, "us per cycle with topk > 1", 1.0, _JUDGED),
+        _row("sample_us", 150.0, "us per cycle", 0.8, _JUDGED),
+        _row("host_gap_us", 200.0, "us per forward", 0.8, _JUDGED),
+        _row("host_gap_spec_us", 300.0, "us per cycle", 1.0, _JUDGED),
+        _row("host_gap_request_us", 30.0, "us per request", 1.0, _JUDGED),
+        _row("allreduce_factor", 1.0, "of the stand-alone time", 0.3, _JUDGED),
+        _row("skew_us", 20.0, "us per collective and doubling of ranks", 1.2, _JUDGED),
+        _row("draft_factor", 1.0, "of the modelled draft forward", 0.35, _JUDGED),
+    ]  # fmt: skip
+
+
+def default_constants(machine: Machine) -> tuple[Constant, ...]:
+    """Priors for this machine, its own probe rows used where it has them."""
+    rows = _gpu_constants(machine) if machine.gpu is not None else _cpu_constants(machine)
+    rows += _routing()
+    rows.append(
+        _row("discrepancy", 0.05 if machine.gpu is not None else 0.1, "relative sd of a cycle", 0.5,
+             "what the formulas leave out; published step models err by 6-9 %")
+    )  # fmt: skip
+    return tuple(rows)
+
+
+def as_mapping(constants: tuple[Constant, ...], x_DK: Array) -> Mapping[str, Array]:
+    """Constant vectors on their scales, [D, K], as name -> values [D, 1] in their units."""
+    return {
+        constant.name: from_scale(x_DK[:, k, None], constant.scale)
+        for k, constant in enumerate(constants)
+    }

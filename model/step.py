@@ -1,0 +1,272 @@
+"""Analytic time of a decode step and of a speculative cycle, by term.
+
+Per rank a host thread launches kernels and a device stream runs them. Launched one by one, a phase
+takes the longer of the two; captured as a graph it takes the device time plus one launch; on a CPU
+rank every operator's call overhead adds up. Collectives wait for the last rank.
+A cycle: draft (steps - 1 forwards; the extend before gave the first tokens), verify (one target
+forward over the tree), extend (the draft's forward over what was accepted), sampling, host gaps.
+Suffixes: D constant vectors, U rows.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model import compute
+from model.collectives import CollectiveKey, CollectiveTimes, in_step_us
+from model.compute import Constants, Device, Forwards
+from model.machine import Machine
+from model.shapes import DraftShape, ModelShape
+from model.spec import Knobs, Workload
+
+Array = NDArray[Any]
+Terms = Mapping[str, Array]
+Index = NDArray[np.intp]
+
+SUB_TERMS = ("attention", "moe", "allreduce", "head", "other")
+#: selection kernels of one draft step (top-k, gather, scores)
+KERNELS_SELECT = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """Knobs and load of the steps to be timed, one entry each, [U]; ``keys`` by index."""
+
+    speculative: NDArray[np.bool_]
+    steps: Array
+    topk: Array
+    draft_tokens: Array
+    key_index: NDArray[np.int64]
+    keys: tuple[CollectiveKey, ...]
+    tp: Array
+    numa: NDArray[np.bool_]
+    graph_decode: NDArray[np.bool_]
+    graph_draft: NDArray[np.bool_]
+    graph_verify: NDArray[np.bool_]
+    graph_extend: NDArray[np.bool_]
+    requests: Array
+    context: Array
+
+    @classmethod
+    def of(cls, knobs: Sequence[Knobs], workloads: Sequence[Workload]) -> "StepRows":
+        """One row per pair."""
+        keys: dict[CollectiveKey, int] = {}
+        index = [keys.setdefault(CollectiveKey.of(k), len(keys)) for k in knobs]
+        return cls(
+            speculative=np.array([k.method != "off" for k in knobs], dtype=bool),
+            steps=np.array([k.steps for k in knobs], dtype=float),
+            topk=np.array([k.topk for k in knobs], dtype=float),
+            draft_tokens=np.array([k.draft_tokens for k in knobs], dtype=float),
+            key_index=np.array(index, dtype=np.int64),
+            keys=tuple(keys),
+            tp=np.array([k.tp for k in knobs], dtype=float),
+            numa=np.array([k.numa_bind for k in knobs], dtype=bool),
+            graph_decode=np.array([k.graph_decode for k in knobs], dtype=bool),
+            graph_draft=np.array([k.graph_draft for k in knobs], dtype=bool),
+            graph_verify=np.array([k.graph_verify for k in knobs], dtype=bool),
+            graph_extend=np.array([k.graph_extend for k in knobs], dtype=bool),
+            requests=np.array([w.concurrency for w in workloads], dtype=float),
+            context=np.array([w.context for w in workloads], dtype=float),
+        )
+
+    def take(self, index: NDArray[np.intp]) -> "StepRows":
+        """Some of the rows."""
+        picked = {
+            f.name: getattr(self, f.name) if f.name == "keys" else getattr(self, f.name)[index]
+            for f in fields(self)
+        }
+        return StepRows(**picked)
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """Times of one target (and draft) on one machine."""
+
+    target: ModelShape
+    draft: DraftShape | None
+    machine: Machine
+    collectives: CollectiveTimes
+
+    def device(self, tp: float) -> Device:
+        """What one of ``tp`` ranks computes on."""
+        return Device.of(self.machine, int(tp))
+
+    def target_terms_us(
+        self,
+        rows: StepRows,
+        tokens_U: Array,
+        graphed_U: NDArray[np.bool_],
+        c: Constants,
+        slow: bool,
+    ) -> Terms:
+        """A target forward of ``tokens_U`` tokens per request: sub-term -> us [D, U]."""
+
+        def run(i: Index, tp: float) -> dict[str, Array]:
+            return self._target(rows.take(i), tokens_U[i], graphed_U[i], tp, c, slow)
+
+        return _per_tp(rows.tp, run)
+
+    def draft_us(self, rows: StepRows, c: Constants, slow: bool) -> Array:
+        """All draft steps of a cycle: [D, U]; 0 where speculation is off."""
+
+        def run(i: Index, tp: float) -> dict[str, Array]:
+            return {"draft": self._draft(rows.take(i), tp, c, slow)}
+
+        return _per_tp(rows.tp, run)["draft"]
+
+    def extend_us(self, rows: StepRows, c: Constants, slow: bool) -> Array:
+        """The draft's forward over the accepted tokens (padded to steps + 1): [D, U]."""
+
+        def run(i: Index, tp: float) -> dict[str, Array]:
+            return {"extend": self._extend(rows.take(i), tp, c, slow)}
+
+        return _per_tp(rows.tp, run)["extend"]
+
+    def terms_ms(self, rows: StepRows, c: Constants, slow: bool) -> Terms:
+        """Every term of each row's cycle (or decode step), ms [D, U].
+
+        Target sub-terms are under ``target.<sub>``: verify.* of a cycle, decode.* of plain steps.
+        """
+        tokens = np.where(rows.speculative, rows.draft_tokens, 1.0)
+        graphed = np.where(rows.speculative, rows.graph_verify, rows.graph_decode)
+        target = self.target_terms_us(rows, tokens, graphed, c, slow)
+        sample, gap = host_us(rows, c)
+        terms = {f"target.{name}": value for name, value in target.items()}
+        if self.draft is not None and rows.speculative.any():
+            terms["draft"] = self.draft_us(rows, c, slow)
+            terms["extend"] = self.extend_us(rows, c, slow)
+        terms |= {"sample": sample, "host_gap": gap}
+        return {name: value / 1e3 for name, value in terms.items()}
+
+    def _allreduce(self, rows: StepRows, bytes_U: Array, c: Constants) -> Array:
+        keys = [rows.keys[i] for i in rows.key_index]
+        graphed = [self.machine.gpu is not None] * len(keys)
+        table = self.collectives.table_us(keys, bytes_U, graphed, c)
+        return in_step_us(table, rows.tp, c)
+
+    def _target(
+        self, rows: StepRows, tokens_U: Array, graphed_U: Array, tp: float, c: Constants, slow: bool
+    ) -> dict[str, Array]:
+        shape, device = self.target, self.device(tp)
+        f = Forwards(
+            tokens_per_request=tokens_U, requests=rows.requests, context=rows.context, tp=rows.tp
+        )
+        width = shape.allreduce_bytes_per_token
+        count = shape.allreduces_per_forward + 1
+        one = self._allreduce(rows, f.tokens * width, c)
+        # an all-gather of the logits is the second half of a ring all-reduce
+        gather = 0.5 * self._allreduce(rows, f.tokens * shape.vocab * width / shape.hidden, c)
+        device_us = {
+            "attention": compute.attention_us(shape, f, device, c),
+            "moe": compute.moe_us(shape, f, device, c),
+            "allreduce": count * one,
+            "head": compute.head_us(shape, f, device, c) + gather,
+            "other": compute.other_us(shape, f, device, c),
+        }
+        kernels = compute.kernel_counts(shape)
+        launch, collective = launch_us(rows, c, slow)
+        host = {name: kernels[name] * launch for name in kernels}
+        host["allreduce"] = np.where(rows.tp > 1, count * collective, 0.0)
+        host["head"] = host["head"] + np.where(rows.tp > 1, collective, 0.0)
+        return elapsed(device_us, host, graphed_U, c, device.is_gpu)
+
+    def _draft_forward(self, rows: StepRows, tokens_U: Array, tp: float, c: Constants) -> Array:
+        """Device time of one draft forward with its all-reduces."""
+        draft = self.draft
+        assert draft is not None
+        f = Forwards(
+            tokens_per_request=tokens_U, requests=rows.requests, context=rows.context, tp=rows.tp
+        )
+        width = 4 if draft.weight_format == "fp32" else 2
+        one = self._allreduce(rows, f.tokens * draft.hidden * width, c)
+        gather = 0.5 * self._allreduce(rows, f.tokens * draft.draft_vocab * width, c)
+        forward = compute.draft_forward_us(draft, f, self.device(tp), c)
+        result: Array = forward + (2 * draft.layers + 1) * one + gather
+        return result
+
+    def _draft_host(self, rows: StepRows, c: Constants, slow: bool) -> Array:
+        """Host time to launch one draft forward."""
+        assert self.draft is not None
+        launch, collective = launch_us(rows, c, slow)
+        kernels = self.draft.layers * compute.KERNELS_DRAFT + compute.KERNELS_HEAD
+        collectives = np.where(rows.tp > 1, 2 * self.draft.layers + 2, 0)
+        result: Array = kernels * launch + collectives * collective
+        return result
+
+    def _draft(self, rows: StepRows, tp: float, c: Constants, slow: bool) -> Array:
+        forwards = np.maximum(rows.steps - 1.0, 0.0)
+        device_us = forwards * self._draft_forward(rows, rows.topk, tp, c)
+        device_us = device_us + rows.steps * c["draft_step_us"]
+        device_us = device_us + np.where(rows.topk > 1, c["tree_us"], 0.0)
+        launch, _ = launch_us(rows, c, slow)
+        host = forwards * self._draft_host(rows, c, slow) + rows.steps * KERNELS_SELECT * launch
+        total = elapsed(
+            {"draft": device_us}, {"draft": host}, rows.graph_draft, c, self.device(tp).is_gpu
+        )
+        return np.where(rows.speculative, total["draft"], 0.0)
+
+    def _extend(self, rows: StepRows, tp: float, c: Constants, slow: bool) -> Array:
+        device_us = self._draft_forward(rows, rows.steps + 1.0, tp, c)
+        host = self._draft_host(rows, c, slow)
+        total = elapsed(
+            {"extend": device_us}, {"extend": host}, rows.graph_extend, c, self.device(tp).is_gpu
+        )
+        return np.where(rows.speculative, total["extend"], 0.0)
+
+
+def launch_us(rows: StepRows, c: Constants, slow: bool) -> tuple[Array, Array]:
+    """Host time to launch a kernel and a collective, [D, U]; ``slow`` is the host's slow mode."""
+    factor = np.where(rows.numa, c["numa_bind_factor"], 1.0)
+    factor = factor * (c["host_slow_ratio"] if slow else 1.0)
+    return c["launch_us"] * factor, c["collective_launch_us"] * factor
+
+
+def host_us(rows: StepRows, c: Constants) -> tuple[Array, Array]:
+    """(sampling, host gap) of a step, us [D, U]."""
+    speculative = np.where(rows.speculative, c["host_gap_spec_us"], 0.0)
+    gap = c["host_gap_us"] + speculative + c["host_gap_request_us"] * rows.requests
+    return np.broadcast_to(c["sample_us"], gap.shape).copy(), gap
+
+
+def elapsed(
+    device_us: Mapping[str, Array],
+    host_us: Mapping[str, Array],
+    graphed_U: Array,
+    c: Constants,
+    is_gpu: bool,
+) -> dict[str, Array]:
+    """Time of a phase by part: device time, plus what waiting for the host adds.
+
+    Launched one by one on a GPU, the phase lasts max(device, host); the excess is spread over the
+    parts by their share of launches. On a CPU rank calls and work alternate, so both add.
+    """
+    host_total = sum(host_us.values())
+    device_total = sum(device_us.values())
+    last = list(device_us)[-1]
+    if not is_gpu:
+        return {name: device_us[name] + host_us[name] for name in device_us}
+    excess = np.maximum(host_total - device_total, 0.0)
+    parts = {}
+    for name, value in device_us.items():
+        share = host_us[name] / np.maximum(host_total, 1e-12)
+        once = c["graph_launch_us"] if name == last else 0.0
+        parts[name] = value + np.where(graphed_U, once, excess * share)
+    return parts
+
+
+def _per_tp(tp_U: Array, run: Callable[[Index, float], dict[str, Array]]) -> dict[str, Array]:
+    """Run a function for the rows of each tp (a rank's device depends on it) and join the parts."""
+    sizes = np.unique(tp_U)
+    if sizes.size == 1:
+        return run(np.arange(tp_U.size), float(sizes[0]))
+    out: dict[str, Array] = {}
+    for tp in sizes:
+        index = np.flatnonzero(tp_U == tp)
+        for name, value in run(index, float(tp)).items():
+            if name not in out:
+                out[name] = np.zeros((value.shape[0], tp_U.size))
+            out[name][:, index] = value
+    return out

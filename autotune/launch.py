@@ -58,21 +58,21 @@ def launch_mapping(
     knobs_list = [knobs for _, knobs in levels]
     return {
         "target": model_mapping(study.target),
-        "draft": None if study.draft is None else model_mapping(study.draft),
+        "draft": None if study.draft is None else draft_mapping(study.draft),
         "tp": first.tp,
         "device": device,
         "dtype": dtype,
         "max_context": max_context,
         "max_concurrency": levels[-1][0],
-        "collectives": {"backend": first.collectives_backend},
+        "collectives": {"backend": _or_none(first.collectives_backend)},
         "nccl": {
-            "algo": first.nccl_algo,
-            "proto": first.nccl_proto,
+            "algo": _or_none(first.nccl_algo),
+            "proto": _or_none(first.nccl_proto),
             "min_channels": first.nccl_min_channels,
             "max_channels": first.nccl_max_channels,
             "buffsize": first.nccl_buffsize_bytes,
             "nthreads": first.nccl_nthreads,
-            "p2p_level": first.nccl_p2p_level,
+            "p2p_level": _or_none(first.nccl_p2p_level),
         },
         "cuda_graph": {
             "decode": any(knobs.graph_decode for knobs in knobs_list),
@@ -80,7 +80,7 @@ def launch_mapping(
             "verify": any(knobs.graph_verify for knobs in knobs_list),
             "extend": any(knobs.graph_extend for knobs in knobs_list),
         },
-        "host": {"numa_bind": first.numa_bind, "threads": threads},
+        "host": {"numa_bind": first.numa_bind} | ({} if threads is None else {"threads": threads}),
         "schedule": [
             {"max_concurrency": concurrency, "speculation": speculation_mapping(knobs)}
             for concurrency, knobs in levels
@@ -94,6 +94,11 @@ def model_mapping(model: ModelRef) -> dict[str, Any]:
     """``{path: ...}`` or ``{shape: ..., weights: random, layers: ...}``."""
     values = model.model_dump(mode="json", exclude_none=True)
     return dict(values)
+
+
+def draft_mapping(draft: ModelRef) -> dict[str, Any]:
+    """``{path: ...}``, or ``{weights: random}``: a random head always fits its target."""
+    return {"weights": "random"} if draft.path is None else {"path": str(draft.path)}
 
 
 def speculation_mapping(knobs: Knobs) -> dict[str, Any]:
@@ -124,6 +129,10 @@ def nccl_environment(knobs: Knobs) -> dict[str, str]:
         "NCCL_P2P_LEVEL": _unless_auto(knobs.nccl_p2p_level, {}),
     }
     return {name: str(value) for name, value in settings.items() if value is not None}
+
+
+def _or_none(value: str) -> str | None:
+    return None if value == "auto" else value
 
 
 def _unless_auto(value: str, spelling: dict[str, str]) -> str | None:

@@ -35,7 +35,8 @@ class HiddenAcceptance:
         top = 1.0 / (1.0 + (1.0 - mean) / mean * math.exp(-shift))
         zipf = [(rank + 1) ** -self.rank_exponent for rank in range(MAX_RANKS - 1)]
         rest = (1.0 - top) * self.rank_mass / sum(zipf)
-        return [top, *(rest * weight for weight in zipf)][:num_ranks]
+        # the draft ranks by its own belief: a lower rank that beat the top would be the top
+        return [top, *(min(rest * weight, top) for weight in zipf)][:num_ranks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,17 @@ class AcceptanceDraws:
     """Draws the accepted path of each verify of one request and keeps the counts."""
 
     def __init__(
-        self, tree: Tree, acceptance: HiddenAcceptance, draws: np.random.Generator
+        self,
+        tree: Tree,
+        acceptance: HiddenAcceptance,
+        request_shift: float,
+        draws: np.random.Generator,
     ) -> None:
+        """``request_shift`` is the prompt's difficulty in units of ``request_spread``."""
         self._tree = tree
         self._acceptance = acceptance
         self._draws = draws
-        self._shift = acceptance.request_spread * float(draws.normal())
+        self._shift = acceptance.request_spread * request_shift
         self.num_ranks = max((max(c, default=-1) for c in tree.children), default=-1) + 1
         self.paths: list[tuple[int, ...]] = []
 

@@ -1,0 +1,362 @@
+"""Measures on the real tensor-parallel engine; the only file of ``autotune`` that imports it.
+
+A group is what new workers are needed for (tensor-parallel size, collectives, NCCL, placement,
+graphs); speculation changes from call to call. Output is checked against plain decoding of the
+same prompts, which the backend generates once when the study has not measured it yet.
+"""
+
+import contextlib
+from datetime import UTC, datetime
+from typing import Any
+
+from engine.api import Engine
+
+from autotune.backends.base import (
+    UNPLACED,
+    BackendContext,
+    BackendFailure,
+    Group,
+    failed_measurement,
+    require_open,
+    tail,
+)
+from autotune.backends.effective import (
+    environment_problems,
+    library_problems,
+    refuse_owned_environment,
+)
+from autotune.backends.engine_args import prompts_per_level, resolve, study_prompts
+from autotune.backends.engine_baselines import Baselines, Prompts
+from autotune.backends.engine_measurement import measured
+from autotune.backends.output_check import Checked, Reference
+from autotune.errors import UserError
+from autotune.health import snapshot
+from autotune.launch import RESTART_KNOBS, launch_mapping, nccl_environment, speculation_mapping
+from autotune.provenance import collect_provenance
+from autotune.records import (
+    Failure,
+    Health,
+    Measurement,
+    Provenance,
+    RankEnvironment,
+)
+from engine.config import LaunchConfig, SpeculationConfig
+from engine.errors import EngineError
+from engine.host import machine_fingerprint
+from engine.results import Request, RunResult
+from model.spec import Knobs, Scalar, Workload
+
+_GRAPHS = ("cuda_graph.draft", "cuda_graph.verify", "cuda_graph.extend")
+#: tokens of a warm-up request: enough cycles for caches, kernels and graphs to settle
+WARMUP_TOKENS = 24
+#: failures after which the workers are gone
+_FATAL = ("oom", "crash", "hang")
+
+
+class EngineBackend:
+    """Our engine as a backend."""
+
+    name = "engine"
+
+    def __init__(self, context: BackendContext) -> None:
+        """Raises ``UserError`` for arguments, devices or sizes that this host cannot give."""
+        self._study = context.study
+        self._log_dir = context.log_dir
+        self._settings = resolve(context)
+        if self._settings.device == "cuda":
+            refuse_owned_environment()
+        self._group: Group | None = None
+        self._engine: Engine | None = None
+        self._config: LaunchConfig | None = None
+        self._ranks: tuple[RankEnvironment, ...] = ()
+        self._warm: set[tuple[str, int]] = set()
+        self._baselines = Baselines(exact=self._settings.dtype == "float32")
+        self._num_starts = 0
+
+    def group(self, knobs: Knobs) -> Group:
+        """Settings that need new workers.
+
+        Plain decoding never runs the draft, verify and extend graphs, so it shares the start of
+        the speculative knobs that the study lists rather than asking for one of its own.
+        """
+        values = knobs.values()
+        settings = {name: values[name] for name in RESTART_KNOBS}
+        if knobs.method == "off":
+            for name in _GRAPHS:
+                listed = self._study.space.get(name, ())
+                decode = settings["cuda_graph.decode"]
+                settings[name] = decode if decode in listed else bool(listed and listed[0])
+        return Group.of(settings)
+
+    def open(self, group: Group) -> None:
+        """Start workers with the group's settings and prove that these took effect."""
+        self.close()
+        self._group = group
+        try:
+            self._start(group)
+        except BaseException:
+            self._group = None
+            raise
+
+    def measure(self, knobs: Knobs, workload: Workload, repeat: int) -> Measurement:
+        """One repeat: warm up once per knobs and level, generate, check the output."""
+        require_open(self, self._group, knobs)
+        started = datetime.now(UTC)
+        stage = "start"
+        before: tuple[Health, ...] = ()
+        try:
+            engine = self._running()
+            stage = "warmup"
+            prompts = self._prompts(workload)
+            self._warm_up(engine, knobs, workload, prompts)
+            self._baselines.prepare(
+                knobs, workload, prompts, lambda *what: self._plain(engine, workload, *what)
+            )
+            before = snapshot(self._settings.device)
+            stage = "measure"
+            started = datetime.now(UTC)
+            results = self._generate(engine, knobs, workload, prompts)
+            ended = datetime.now(UTC)
+        except EngineError as error:
+            return self._failed(knobs, workload, repeat, _failure(error, stage), started, before)
+        except BackendFailure as error:
+            return self._failed(knobs, workload, repeat, error.failure, started, before)
+        outputs = tuple(r.token_ids for result in results for r in result.requests)
+        checked = self._baselines.check(knobs, workload, outputs)
+        values = measured(results, knobs)
+        return Measurement(
+            trial=UNPLACED,
+            knobs_id=knobs.id,
+            concurrency=workload.concurrency,
+            repeat=repeat,
+            order=UNPLACED,
+            started=started,
+            ended=ended,
+            output_check=checked.verdict,
+            notes=(f"output: {checked.reason}",),
+            health_before=before,
+            health_after=snapshot(self._settings.device),
+            failure=self._incorrect(checked),
+            **values,
+        )
+
+    def provenance(self) -> Provenance:
+        """Launch config, environment of every worker, code and host."""
+        config: dict[str, Any] = {"backend": self.name, "engine": None}
+        if self._config is not None:
+            config["engine"] = self._config.model_dump(mode="json")
+        return collect_provenance(
+            config,
+            device=self._settings.device,
+            ranks=self._ranks,
+            machine_fingerprint=machine_fingerprint(),
+        )
+
+    def close(self) -> None:
+        """Stop the workers; safe to call at any time."""
+        engine, self._engine, self._group = self._engine, None, None
+        self._warm.clear()
+        if engine is not None:
+            # what a dying worker says on the way out belongs to its own measurement
+            with contextlib.suppress(EngineError):
+                engine.close()
+
+    # -- starting ------------------------------------------------------------------------------
+
+    def _running(self) -> Engine:
+        """The engine; started again when the last repeat lost its workers."""
+        if self._engine is None:
+            assert self._group is not None
+            self._start(self._group)
+        assert self._engine is not None
+        return self._engine
+
+    def _start(self, group: Group) -> None:
+        settings = dict(group.settings)
+        config = self._launch_config(settings)
+        self._num_starts += 1
+        try:
+            engine = Engine(config)
+            engine.start()
+        except EngineError as error:
+            if error.kind == "invalid":
+                # nothing that a retry or other knobs of this study would cure
+                raise UserError(f"engine: {error.message}") from error
+            raise BackendFailure(_failure(error, "start")) from error
+        self._engine, self._config = engine, config
+        try:
+            self._prove(engine, settings)
+        except EngineError as error:
+            self._drop()
+            raise BackendFailure(_failure(error, "start")) from error
+        except BackendFailure:
+            self._drop()
+            raise
+
+    def _launch_config(self, settings: dict[str, Scalar | None]) -> LaunchConfig:
+        base = Knobs.of({**settings, "speculation.method": "off"})
+        resolved = self._settings
+        mapping = launch_mapping(
+            self._study,
+            [(resolved.max_concurrency, base)],
+            device=resolved.device,
+            dtype=resolved.dtype,
+            max_context=resolved.max_context,
+            timeout_s=float(resolved.args.timeout_s),
+            threads=resolved.args.threads,
+        )
+        # Knobs.of drops the graphs that plain decoding lacks; the workers need the group's
+        mapping["cuda_graph"] = {
+            name.removeprefix("cuda_graph."): bool(value)
+            for name, value in settings.items()
+            if name.startswith("cuda_graph.")
+        }
+        mapping["ops"] = resolved.args.ops
+        mapping["environment"] = self._log_environment(settings)
+        return LaunchConfig.model_validate(mapping)
+
+    def _log_environment(self, settings: dict[str, Scalar | None]) -> dict[str, str]:
+        """NCCL's own log, one file per worker, for the proof of effect."""
+        if self._settings.device != "cuda":
+            return {}
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        graphed = bool(settings["cuda_graph.decode"]) and bool(settings["cuda_graph.verify"])
+        wanted = self._settings.args.nccl_log
+        # the choice per call is written at capture, not at replay; without graphs at every call
+        tuning = wanted == "tuning" or (wanted == "auto" and graphed)
+        return {
+            "NCCL_DEBUG": "INFO",
+            "NCCL_DEBUG_SUBSYS": "INIT,ENV,GRAPH" + (",TUNING" if tuning else ""),
+            "NCCL_DEBUG_FILE": str(self._log_dir / f"nccl.{self._num_starts}.%h.%p.log"),
+        }
+
+    def _prove(self, engine: Engine, settings: dict[str, Scalar | None]) -> None:
+        """Read back what the workers have; raise ``setting_not_effective`` on a difference."""
+        self._ranks = tuple(
+            RankEnvironment(
+                rank=worker.rank,
+                pid=worker.pid,
+                environment=dict(worker.environment),
+                nccl_library=worker.nccl_library,
+                nccl_version=worker.nccl_version,
+            )
+            for worker in engine.environment()
+        )
+        base = Knobs.of({**settings, "speculation.method": "off"})
+        problems = environment_problems(nccl_environment(base), self._ranks, base.tp)
+        problems += library_problems(self._ranks)
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            failure = Failure(
+                kind="setting_not_effective",
+                stage="start",
+                message=problems[0] + more,
+                log_tail=tail("\n".join(problems)),
+            )
+            raise BackendFailure(failure)
+
+    def _drop(self) -> None:
+        """Stop the workers but keep the group open: the next repeat starts them again."""
+        group = self._group
+        self.close()
+        self._group = group
+
+    # -- measuring -----------------------------------------------------------------------------
+
+    def _prompts(self, workload: Workload) -> Prompts:
+        count = prompts_per_level(self._study, workload.concurrency)
+        prompts = study_prompts(self._study, count)
+        return prompts.token_ids
+
+    def _warm_up(
+        self,
+        engine: Engine,
+        knobs: Knobs,
+        workload: Workload,
+        prompts: Prompts,
+    ) -> None:
+        key = (knobs.id, workload.concurrency)
+        if key in self._warm:
+            return
+        for _ in range(self._study.measure.warmup):
+            self._generate(
+                engine, knobs, workload, prompts[: workload.concurrency], max_tokens=WARMUP_TOKENS
+            )
+        self._warm.add(key)
+
+    def _plain(
+        self, engine: Engine, workload: Workload, prompts: Prompts, batch_size: int, margins: bool
+    ) -> Reference:
+        """Plain decoding of ``prompts``, ``batch_size`` at a time."""
+        results = self._generate(
+            engine, None, workload, prompts, batch_size=batch_size, margins=margins
+        )
+        requests = [request for result in results for request in result.requests]
+        return Reference(
+            tuple(request.token_ids for request in requests),
+            tuple(request.margins for request in requests) if margins else None,
+        )
+
+    def _generate(
+        self,
+        engine: Engine,
+        knobs: Knobs | None,
+        workload: Workload,
+        prompts: Prompts,
+        *,
+        max_tokens: int | None = None,
+        batch_size: int | None = None,
+        margins: bool = False,
+    ) -> list[RunResult]:
+        """Run ``prompts`` in batches of the level's size; ``knobs`` None is plain decoding."""
+        size = batch_size or workload.concurrency
+        new_tokens = min(workload.output_len, max_tokens or workload.output_len)
+        speculation = SpeculationConfig.model_validate(
+            {"method": "off"} if knobs is None else speculation_mapping(knobs)
+        )
+        results = []
+        for first in range(0, len(prompts), size):
+            requests = [
+                Request(
+                    prompt_ids=ids,
+                    max_new_tokens=new_tokens,
+                    temperature=workload.temperature,
+                    seed=self._settings.args.sampling_seed + workload.seed + first + index,
+                    ignore_eos=workload.ignore_eos,
+                )
+                for index, ids in enumerate(prompts[first : first + size])
+            ]
+            results.append(engine.generate(requests, speculation, margins=margins))
+        return results
+
+    def _failed(
+        self,
+        knobs: Knobs,
+        workload: Workload,
+        repeat: int,
+        failure: Failure,
+        started: datetime,
+        before: tuple[Health, ...],
+    ) -> Measurement:
+        if failure.kind in _FATAL:
+            self._drop()
+        return failed_measurement(
+            knobs,
+            workload,
+            repeat,
+            failure,
+            started=started,
+            health_before=before,
+            health_after=snapshot(self._settings.device),
+        )
+
+    def _incorrect(self, checked: Checked) -> Failure | None:
+        if checked.verdict != "incorrect" or not self._study.constraints.lossless:
+            return None
+        return Failure(kind="incorrect", stage="check", message=checked.reason)
+
+
+def _failure(error: EngineError, stage: str) -> Failure:
+    return Failure(
+        kind=error.kind, stage=stage, message=error.message, log_tail=tail(error.log_tail)
+    )

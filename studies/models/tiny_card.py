@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import platform
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,7 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
     packages = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
     return {
-        "command": "PYTHONPATH=. python studies/models/train_tiny.py " + " ".join(sys.argv[1:]),
+        "command": "PYTHONPATH=. python studies/models/train_tiny.py " + shlex.join(sys.argv[1:]),
         "device": gpu,
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},
@@ -37,8 +38,6 @@ def write_card(path: Path, results: dict[str, Any], sizes: Any) -> None:
         chain, varied = r["chain3"], r["varied_chain3"]
         by_depth = " / ".join(map(str, chain["accepted_by_depth"]))
         conditional = " / ".join(
-            "-" if x is None else f"{x:.3f}" for x in chain["conditional_by_depth"]
-        )
             "-" if x is None else f"{x:.3f}" for x in chain["conditional_by_depth"]
         )
         rows.append(
@@ -82,7 +81,9 @@ decoding can be studied on any machine. They are for measuring engines; they kno
 ## Data
 The Python standard library's source ({corpus["modules"]} modules, tests included,
 {corpus["tokens_code"]:,} tokens), and its docstrings and pydoc topics ({corpus["tokens_text"]:,}
-tokens); nothing else. {results["note"]} Left out: the modules and topics below, the tests of those modules, and
+tokens); nothing else. {results["note"]}
+
+Left out: the modules and topics below, the tests of those modules, and
 {corpus["dropped_paragraphs"]} paragraphs that training documents share with them. Prompts of
 `builtin:code` and `builtin:text` come only from what was left out.
 

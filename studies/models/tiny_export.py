@@ -26,10 +26,11 @@ def save_target(target: TinyMoe, folder: Path) -> None:
     config.dtype = torch.bfloat16
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
-    # written by transformers before 5.0, and what other loaders read
+    # under the names that transformers used before 5.0 too: other loaders read those
     path = folder / "config.json"
     written = json.loads(path.read_text())
     written["rope_theta"] = target.c.rope_theta
+    written["num_experts"] = written["num_local_experts"] = target.c.num_experts
     path.write_text(json.dumps(written, indent=2) + "\n")
     GenerationConfig(
         bos_token_id=0, eos_token_id=0, pad_token_id=0, do_sample=False

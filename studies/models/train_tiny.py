@@ -176,6 +176,7 @@ def main() -> None:
     run.results["bytes"], run.results["aux_layers"] = sizes, aux_layers(run.sizes.config)
     run.log(f"sizes {sizes}, together {sum(sizes.values()) / 2**20:.2f} MiB")
     run.results["seconds"] = round(run.seconds, 1)
+    run.pack(HEAD_FOLDER)
     write_card(args.models / TARGET_FOLDER / "README.md", run.results, run.sizes)
     run.pack(TARGET_FOLDER)
     run.log("done")

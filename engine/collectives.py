@@ -1,0 +1,107 @@
+"""What the ranks exchange: sums of activations, logits towards rank 0, orders from rank 0.
+
+``all_reduce`` and ``gather`` carry tensors of the compute device; ``broadcast_host`` carries int64
+host tensors (orders), so that a GPU run never waits for the device to know what to do next.
+"""
+
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from engine.errors import invalid
+from engine.shared_memory import SharedMemoryGroup, check_platform
+
+
+class Group(Protocol):
+    """The tensor-parallel group."""
+
+    rank: int
+    tp: int
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Sum ``x`` (contiguous) over ranks in place."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Rank 0: all ranks' ``x`` stacked in front; other ranks: None."""
+
+    def broadcast_host(self, x: torch.Tensor) -> None:
+        """Copy rank 0's int64 host tensor to all ranks in place."""
+
+
+class LocalGroup:
+    """One rank alone: nothing to exchange."""
+
+    rank = 0
+    tp = 1
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Nothing."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Its own part."""
+        return x[None]
+
+    def broadcast_host(self, x: torch.Tensor) -> None:
+        """Nothing."""
+
+
+class DistGroup:
+    """torch.distributed: gloo for CPU tensors, NCCL for GPU tensors with gloo for host messages."""
+
+    def __init__(self, store: Any, rank: int, tp: int, backend: str, timeout_s: float):
+        self.rank, self.tp = rank, tp
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=tp, timeout=timeout)
+        self._host = dist.group.WORLD
+        if backend == "nccl":
+            self._host = dist.new_group(backend="gloo", timeout=timeout)
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Sum over ranks in place."""
+        dist.all_reduce(x)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Rank 0: stacked parts."""
+        x = x.contiguous()
+        if self.rank != 0:
+            dist.gather(x, None, dst=0)
+            return None
+        out = torch.empty(self.tp, *x.shape, dtype=x.dtype, device=x.device)
+        dist.gather(x, list(out.unbind(0)), dst=0)
+        return out
+
+    def broadcast_host(self, x: torch.Tensor) -> None:
+        """Copy rank 0's host tensor to all."""
+        dist.broadcast(x, src=0, group=self._host)
+
+
+class OneShotGroup:
+    """CPU ranks over shared memory."""
+
+    def __init__(self, memory: SharedMemoryGroup) -> None:
+        self.rank, self.tp = memory.rank, memory.tp
+        self.all_reduce = memory.all_reduce
+        self.gather = memory.gather
+        self.broadcast_host = memory.broadcast
+
+
+def create_group(
+    backend: str, *, rank: int, tp: int, store_port: int, memory_fd: int, timeout_s: float
+) -> Group:
+    """Join the group of ``tp`` ranks; ``store_port`` is where rank 0 serves the rendezvous."""
+    if tp == 1:
+        return LocalGroup()
+    if backend == "one_shot":
+        check_platform()
+        return OneShotGroup(SharedMemoryGroup(memory_fd, rank, tp, timeout_s))
+    if backend in ("gloo", "nccl"):
+        store = TCPStore(
+            "127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=timeout_s)
+        )
+        return DistGroup(store, rank, tp, backend, timeout_s)
+    raise invalid(
+        f"collectives.backend {backend!r} is not implemented; known: gloo, one_shot, nccl"
+    )

@@ -1,0 +1,298 @@
+"""The launch config: the ``engine:`` block of a best-config YAML, and what the engine starts from.
+
+Strict: an unknown key, a wrong type or an impossible combination is one line naming the key.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from engine.errors import invalid
+from engine.host import machine_fingerprint
+
+#: rows a slot keeps beyond its context: a verify's tree, or a draft tree's inner nodes
+SCRATCH_ROWS = 128
+
+
+class Schema(BaseModel):
+    """Base: immutable, strict types, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class TargetSpec(Schema):
+    """A checkpoint folder, or a shape with random weights (``layers`` runs a slice of it)."""
+
+    path: str | None = None
+    shape: str | None = None
+    weights: Literal["random"] | None = None
+    layers: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.shape is None):
+            raise ValueError("give either path (a checkpoint folder) or shape, weights: random")
+        if self.shape is not None and self.weights != "random":
+            raise ValueError("a shape has no weights of its own: add weights: random")
+        if self.path is not None and (self.weights is not None or self.layers is not None):
+            raise ValueError("weights and layers go with shape, not with path")
+        return self
+
+
+class DraftSpec(Schema):
+    """An EAGLE-3 checkpoint folder, or a head with random weights that fits the target."""
+
+    path: str | None = None
+    weights: Literal["random"] | None = None
+    vocab: int | None = Field(default=None, ge=2)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.weights is None):
+            raise ValueError("give either path (an EAGLE-3 folder) or weights: random")
+        if self.path is not None and self.vocab is not None:
+            raise ValueError("vocab goes with weights: random, not with path")
+        return self
+
+
+class SpeculationConfig(Schema):
+    """How tokens are drafted. ``draft_tokens`` counts the root; a chain (topk 1) may omit it."""
+
+    method: Literal["off", "eagle3"] = "off"
+    steps: int = Field(default=0, ge=0)
+    topk: int = Field(default=0, ge=0)
+    draft_tokens: int = Field(default=0, ge=0)
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: object) -> object:
+        # unquoted `off` is a boolean in YAML
+        return "off" if value is False else value
+
+    @model_validator(mode="after")
+    def _tree_exists(self) -> Self:
+        if self.method == "off":
+            return self
+        if self.steps < 1 or self.topk < 1:
+            raise ValueError(f"steps {self.steps} and topk {self.topk} must be at least 1")
+        largest = 1 + self.topk + (self.steps - 1) * self.topk**2
+        if self.topk == 1 and self.draft_tokens not in (0, self.steps + 1):
+            raise ValueError(
+                f"draft_tokens {self.draft_tokens}: a chain of {self.steps} steps has "
+                f"{self.steps + 1} (root included)"
+            )
+        if self.topk > 1 and not 2 <= self.draft_tokens <= largest:
+            raise ValueError(
+                f"draft_tokens {self.draft_tokens} (root included) must be between 2 and "
+                f"{largest} for steps {self.steps}, topk {self.topk}"
+            )
+        if max(self.num_tokens, (self.steps - 1) * self.topk) > SCRATCH_ROWS:
+            raise ValueError(
+                f"draft_tokens {self.num_tokens} and (steps - 1) x topk "
+                f"{(self.steps - 1) * self.topk} must not exceed {SCRATCH_ROWS}"
+            )
+        return self
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in one verify of one request, root included."""
+        if self.method == "off":
+            return 1
+        return self.steps + 1 if self.topk == 1 else self.draft_tokens
+
+
+class ScheduleEntry(Schema):
+    """Speculation used while at most ``max_concurrency`` requests run together."""
+
+    max_concurrency: int = Field(ge=1)
+    speculation: SpeculationConfig
+
+
+class Collectives(Schema):
+    """Who carries the all-reduce; None means gloo on a CPU and nccl on GPUs."""
+
+    backend: Literal["gloo", "nccl", "one_shot", "two_shot"] | None = None
+
+
+class Nccl(Schema):
+    """NCCL settings; None leaves the choice to NCCL."""
+
+    algo: str | None = None
+    proto: str | None = None
+    min_channels: int | None = Field(default=None, ge=1)
+    max_channels: int | None = Field(default=None, ge=1)
+    buffsize: int | None = Field(default=None, ge=1)
+    nthreads: int | None = Field(default=None, ge=1)
+    p2p_level: str | None = None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _auto(cls, value: object) -> object:
+        return None if value == "auto" else value
+
+    @model_validator(mode="after")
+    def _channels(self) -> Self:
+        low, high = self.min_channels, self.max_channels
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"min_channels {low} is above max_channels {high}")
+        return self
+
+    def environment(self) -> dict[str, str | None]:
+        """NCCL variables; None for one that must not be set (NCCL decides)."""
+        algo = self.algo.capitalize() if self.algo in ("ring", "tree") else self.algo
+        values: dict[str, str | int | None] = {
+            "NCCL_ALGO": algo,
+            "NCCL_PROTO": self.proto,
+            "NCCL_MIN_NCHANNELS": self.min_channels,
+            "NCCL_MAX_NCHANNELS": self.max_channels,
+            "NCCL_BUFFSIZE": self.buffsize,
+            "NCCL_NTHREADS": self.nthreads,
+            "NCCL_P2P_LEVEL": self.p2p_level,
+        }
+        return {name: None if v is None else str(v) for name, v in values.items()}
+
+
+class CudaGraph(Schema):
+    """Which parts of a cycle run as captured CUDA graphs."""
+
+    decode: bool = False
+    draft: bool = False
+    verify: bool = False
+    extend: bool = False
+
+
+class Host(Schema):
+    """Placement of the workers."""
+
+    numa_bind: bool = False
+    #: intra-op threads of a rank (CPU ranks compute with them)
+    threads: int = Field(default=1, ge=1)
+
+
+class LaunchConfig(Schema):
+    """Everything needed to start the engine."""
+
+    target: TargetSpec
+    draft: DraftSpec | None = None
+    tp: int = Field(default=1, ge=1)
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    #: which kernels compute; "auto" is reference on a CPU, triton on a GPU
+    ops: Literal["auto", "reference", "triton"] = "auto"
+    max_context: int = Field(default=2048, ge=2)
+    max_concurrency: int = Field(default=1, ge=1)
+    collectives: Collectives = Collectives()
+    nccl: Nccl = Nccl()
+    #: further environment of every worker (NCCL_DEBUG, ...)
+    environment: dict[str, str] = {}
+    cuda_graph: CudaGraph = CudaGraph()
+    host: Host = Host()
+    schedule: list[ScheduleEntry] = []
+    timeout_s: float = Field(default=120.0, gt=0)
+    seed: int = 0
+    machine_fingerprint: str | None = None
+
+    @model_validator(mode="after")
+    def _fits_device(self) -> Self:
+        backend = self.collectives_backend
+        allowed = ("gloo", "one_shot") if self.device == "cpu" else ("nccl",)
+        if backend not in allowed:
+            raise ValueError(
+                f"collectives.backend {backend!r} does not run on device {self.device!r}; "
+                f"there: {', '.join(allowed)}"
+            )
+        if self.device == "cpu" and any(self.cuda_graph.model_dump().values()):
+            raise ValueError("cuda_graph: there are no CUDA graphs on device 'cpu'; set all false")
+        if self.draft is None and any(e.speculation.method != "off" for e in self.schedule):
+            raise ValueError("schedule speculates, but no draft is given")
+        return self
+
+    @property
+    def collectives_backend(self) -> str:
+        """The all-reduce carrier in use."""
+        return self.collectives.backend or ("gloo" if self.device == "cpu" else "nccl")
+
+    @property
+    def op_set(self) -> str:
+        """The op set in use."""
+        if self.ops != "auto":
+            return self.ops
+        return "reference" if self.device == "cpu" else "triton"
+
+    def speculation_at(self, concurrency: int) -> SpeculationConfig:
+        """The schedule's choice for this many simultaneous requests; off beyond its end."""
+        fitting = [e for e in self.schedule if concurrency <= e.max_concurrency]
+        if not fitting:
+            return SpeculationConfig()
+        return min(fitting, key=lambda e: e.max_concurrency).speculation
+
+
+def parse_config(data: Mapping[str, Any], *, allow_other_machine: bool = False) -> LaunchConfig:
+    """Build from a mapping: a launch config, or a whole best-config document around one.
+
+    Raises ``EngineError`` (invalid) naming the key, or naming both machines when the document was
+    made on another one.
+    """
+    block = data.get("engine", data)
+    if not isinstance(block, Mapping):
+        raise invalid(f"engine: must be a mapping, got {block!r}")
+    try:
+        config = LaunchConfig.model_validate(dict(block))
+    except ValidationError as error:
+        raise invalid(_one_line(error)) from None
+    made_on = config.machine_fingerprint or _document_fingerprint(data)
+    if made_on is not None and not allow_other_machine and made_on != machine_fingerprint():
+        raise invalid(
+            f"machine_fingerprint {made_on!r} is another machine than this one "
+            f"({machine_fingerprint()!r}): its measurements do not hold here; "
+            "start with --allow-other-machine to use it all the same"
+        )
+    return config
+
+
+def load_config(path: Path, *, allow_other_machine: bool = False) -> LaunchConfig:
+    """Read a YAML file; relative paths in it that do not exist start at the file's folder."""
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise invalid(f"{path}: {error.strerror or error}") from None
+    except yaml.YAMLError as error:
+        raise invalid(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, Mapping):
+        raise invalid(f"{path}: must be a mapping with the engine's settings")
+    config = parse_config(data, allow_other_machine=allow_other_machine)
+    return _rebased(config, path.resolve().parent)
+
+
+def _document_fingerprint(data: Mapping[str, Any]) -> str | None:
+    for place in (data, data.get("evidence"), data.get("machine")):
+        if isinstance(place, Mapping):
+            found = place.get("machine_fingerprint") or place.get("fingerprint")
+            if isinstance(found, str):
+                return found
+    return None
+
+
+def _rebased(config: LaunchConfig, folder: Path) -> LaunchConfig:
+    changes: dict[str, Any] = {}
+    for name in ("target", "draft"):
+        spec = getattr(config, name)
+        if spec is None or spec.path is None or Path(spec.path).exists():
+            continue
+        if (folder / spec.path).exists():
+            changes[name] = spec.model_copy(update={"path": str(folder / spec.path)})
+    return config.model_copy(update=changes)
+
+
+def _one_line(error: ValidationError) -> str:
+    parts = []
+    for problem in error.errors():
+        place = ".".join(str(p) for p in problem["loc"]) or "config"
+        message = problem["msg"].removeprefix("Value error, ")
+        value = problem.get("input")
+        shown = "" if isinstance(value, (dict, list, BaseModel)) else f" (got {value!r})"
+        parts.append(f"{place}: {message}{shown}")
+    return "; ".join(parts)

@@ -1,0 +1,93 @@
+# ruff: noqa: N812 - torch's customary name
+"""The EAGLE-3 head's forward, for draft steps (tree nodes) and draft-extend (accepted tokens).
+
+Row i of the head's cache belongs to the pair (embedding of token i + 1, hidden state of position
+i) and stands at position i: its output predicts token i + 2. Legend as in ``engine.target``; H is
+the head's hidden size, R its vocabulary, M nodes of the draft tree forwarded so far.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from engine.draft_weights import DraftWeights
+from engine.shapes import DraftShape
+from engine.target import rope_tables
+from kernels.opset import OpSet
+
+
+class DraftModel:
+    """The head with its cache; on rank 0 only, because one layer does not pay for all-reduces."""
+
+    def __init__(
+        self, shape: DraftShape, weights: DraftWeights, ops: OpSet, *, slots: int, rows: int
+    ) -> None:
+        self.shape, self.weights, self.ops = shape, weights, ops
+        fc = weights.fc_HF
+        self.cache_XSCGD = torch.zeros(
+            2, slots, rows, shape.kv_heads, shape.head_dim, dtype=fc.dtype, device=fc.device
+        )
+        self.cos_PD, self.sin_PD = rope_tables(shape.rope_theta, shape.head_dim, rows, fc.device)
+        self.scale = shape.head_dim**-0.5
+
+    def fuse(self, captured_NF: torch.Tensor) -> torch.Tensor:
+        """Three hidden states of the target -> one of the head."""
+        return F.linear(captured_NF, self.weights.fc_HF)
+
+    def forward(
+        self,
+        token_BT: torch.Tensor,
+        hidden_NH: torch.Tensor,
+        position_BT: torch.Tensor,
+        slot_B: torch.Tensor,
+        prefix_B: torch.Tensor,
+        tree_mask_BMM: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states (N, H) before the last norm: what the next draft step takes as input.
+
+        Without a mask the T tokens follow row ``prefix_b`` causally. With one, M nodes hang below
+        ``prefix_b`` and the T tokens are the last of them; the others are in the cache already.
+        """
+        shape, weights, ops = self.shape, self.weights, self.ops
+        eps = shape.rms_eps
+        embed_NH = F.embedding(token_BT.reshape(-1), weights.embed_VH)
+        normed_NH = ops.rms_norm(hidden_NH, weights.hidden_norm_H, eps)
+        residual = normed_NH if shape.norm_before_residual else hidden_NH
+        y = torch.cat((ops.rms_norm(embed_NH, weights.input_norm_H, eps), normed_NH), dim=-1)
+        x = self._attention(y, position_BT, slot_B, prefix_B, tree_mask_BMM)
+        y, residual = ops.add_rms_norm(x, residual, weights.post_norm_H, eps)
+        gate, up = F.linear(y, weights.gate_up_JH).chunk(2, dim=-1)
+        out_NH: torch.Tensor = F.linear(F.silu(gate) * up, weights.down_HI) + residual
+        return out_NH
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """fp32 logits (N, R) over the draft vocabulary."""
+        normed = self.ops.rms_norm(hidden_NH, self.weights.norm_H, self.shape.rms_eps)
+        return F.linear(normed, self.weights.head_RH).float()
+
+    def _attention(
+        self,
+        y_NX: torch.Tensor,
+        position_BT: torch.Tensor,
+        slot_B: torch.Tensor,
+        prefix_B: torch.Tensor,
+        tree_mask_BMM: torch.Tensor | None,
+    ) -> torch.Tensor:
+        n, g, d = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
+        num_sequences, num_tokens = position_BT.shape
+        qkv = F.linear(y_NX, self.weights.qkv_PX).view(-1, n + 2 * g, d)
+        q, k, v = qkv[:, :n], qkv[:, n : n + g], qkv[:, n + g :]
+        position_N = position_BT.reshape(-1)
+        q, k = self.ops.qk_norm_rope(q, k, None, None, 0.0, position_N, self.cos_PD, self.sin_PD)
+        k_BTGD = k.reshape(num_sequences, num_tokens, g, d)
+        v_BTGD = v.reshape(num_sequences, num_tokens, g, d)
+        q_BTND = q.reshape(num_sequences, num_tokens, n, d)
+        num_before = 0 if tree_mask_BMM is None else tree_mask_BMM.shape[1] - num_tokens
+        if num_before:
+            # the op has as many queries as the mask has nodes: earlier nodes ask nothing
+            q_BTND = F.pad(q_BTND, (0, 0, 0, 0, num_before, 0))
+        k_cache, v_cache = self.cache_XSCGD[0], self.cache_XSCGD[1]
+        self.ops.store_kv(k_BTGD, v_BTGD, k_cache, v_cache, slot_B, prefix_B + num_before)
+        o_BMND = self.ops.tree_attention(
+            q_BTND, k_cache, v_cache, slot_B, prefix_B, tree_mask_BMM, self.scale
+        )
+        return F.linear(o_BMND[:, num_before:].reshape(-1, n * d), self.weights.o_HQ)

@@ -1,0 +1,178 @@
+# ruff: noqa: N812, N815 - torch's customary F; fields are tensors with shape suffixes
+"""The target's forward: B sequences of T new tokens each, over a slotted key/value cache.
+
+The same function serves prefill (B = 1, causal), plain decoding (T = 1), and verify (T tree nodes
+under a tree mask). It syncs with nothing and decides nothing by data, so it can be captured.
+Legend: N = B x T tokens in a row, H hidden, n/g query and key heads of this rank, D head size,
+X caches (keys and values of every layer), S slots, C rows a slot, R rows of the head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from engine.collectives import Group
+from engine.shapes import TargetShape
+from engine.timing import Timer
+from engine.weights import TargetLayer, TargetWeights
+from kernels.opset import OpSet
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Input of one forward; token t of sequence b is stored at row ``prefix_b + t`` of its slot."""
+
+    token_BT: torch.Tensor
+    #: positions in the sequence: prefix + depth in the tree
+    position_BT: torch.Tensor
+    slot_B: torch.Tensor
+    #: rows already in the cache
+    prefix_B: torch.Tensor
+    #: which of the T tokens each token sees; None is causal
+    mask_BTT: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Output of one forward."""
+
+    #: final hidden states before the last norm, as (last addend, residual)
+    x_NH: torch.Tensor
+    residual_NH: torch.Tensor
+    #: the three captured hidden states side by side, (N, 3H); None unless asked for
+    captured_NF: torch.Tensor | None
+
+
+def rope_tables(
+    theta: float, head_dim: int, positions: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 cosines and sines, (positions, head_dim), both halves of a row the same."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    angle = torch.arange(positions).float()[:, None] * (1.0 / theta**exponent)
+    table = torch.cat((angle, angle), dim=-1)
+    return table.cos().to(device), table.sin().to(device)
+
+
+class TargetModel:
+    """One rank's share of the target, with its cache."""
+
+    def __init__(
+        self,
+        shape: TargetShape,
+        weights: TargetWeights,
+        group: Group,
+        ops: OpSet,
+        *,
+        slots: int,
+        rows: int,
+        capture_points: tuple[int, ...] = (),
+    ) -> None:
+        self.shape, self.weights, self.group, self.ops = shape, weights, group, ops
+        self.capture_points = capture_points
+        embed = weights.embed_VH
+        self.heads = shape.heads // group.tp
+        self.kv_heads = max(shape.kv_heads // group.tp, 1)
+        self.scale = shape.head_dim**-0.5
+        self.cache_XSCGD = torch.zeros(
+            2 * shape.layers,
+            slots,
+            rows,
+            self.kv_heads,
+            shape.head_dim,
+            dtype=embed.dtype,
+            device=embed.device,
+        )
+        self.caches = tuple(
+            (self.cache_XSCGD[2 * i], self.cache_XSCGD[2 * i + 1]) for i in range(shape.layers)
+        )
+        self.cos_PD, self.sin_PD = rope_tables(shape.rope_theta, shape.head_dim, rows, embed.device)
+
+    def forward(self, batch: Batch, timer: Timer, phase: str) -> Forward:
+        """Run all layers; ``phase`` ("decode" or "verify") names the laps."""
+        shape, ops, weights = self.shape, self.ops, self.weights
+        attention, moe, allreduce = f"{phase}.attention", f"{phase}.moe", f"{phase}.allreduce"
+        position_N = batch.position_BT.reshape(-1)
+        residual = F.embedding(batch.token_BT.reshape(-1), weights.embed_VH)
+        captured = [residual] if 0 in self.capture_points else []
+        x = residual
+        timer.mark(f"{phase}.other")
+        for i, layer in enumerate(weights.layers):
+            if i == 0:
+                y = ops.rms_norm(residual, layer.input_norm_H, shape.rms_eps)
+            else:
+                y, residual = ops.add_rms_norm(x, residual, layer.input_norm_H, shape.rms_eps)
+                if i in self.capture_points:
+                    captured.append(residual)
+            x = self._attention(layer, i, y, position_N, batch)
+            timer.mark(attention)
+            self.group.all_reduce(x)
+            timer.mark(allreduce)
+            y, residual = ops.add_rms_norm(x, residual, layer.post_norm_H, shape.rms_eps)
+            weight_NK, expert_NK = ops.route(
+                F.linear(y, layer.router_EH), shape.experts_per_token, renormalize=shape.renormalize
+            )
+            x = ops.moe_mlp(y, layer.gate_up_EJH, layer.down_EHI, weight_NK, expert_NK)
+            timer.mark(moe)
+            self.group.all_reduce(x)
+            timer.mark(allreduce)
+        if shape.layers in self.capture_points:
+            captured.append(x + residual)
+        fused = self._in_order(captured) if captured else None
+        return Forward(x, residual, fused)
+
+    def _attention(
+        self, layer: TargetLayer, i: int, y_NH: torch.Tensor, position_N: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        """This rank's heads, projected back to hidden; the sum over ranks is still to come."""
+        n, g, d = self.heads, self.kv_heads, self.shape.head_dim
+        num_sequences, num_tokens = batch.token_BT.shape
+        qkv = F.linear(y_NH, layer.qkv_PH).view(-1, n + 2 * g, d)
+        q, k, v = qkv[:, :n], qkv[:, n : n + g], qkv[:, n + g :]
+        q, k = self.ops.qk_norm_rope(
+            q,
+            k,
+            layer.q_norm_D,
+            layer.k_norm_D,
+            self.shape.rms_eps,
+            position_N,
+            self.cos_PD,
+            self.sin_PD,
+        )
+        k_cache, v_cache = self.caches[i]
+        k_BTGD = k.reshape(num_sequences, num_tokens, g, d)
+        v_BTGD = v.reshape(num_sequences, num_tokens, g, d)
+        self.ops.store_kv(k_BTGD, v_BTGD, k_cache, v_cache, batch.slot_B, batch.prefix_B)
+        o = self.ops.tree_attention(
+            q.reshape(num_sequences, num_tokens, n, d),
+            k_cache,
+            v_cache,
+            batch.slot_B,
+            batch.prefix_B,
+            batch.mask_BTT,
+            self.scale,
+        )
+        return F.linear(o.reshape(-1, n * d), layer.o_HQ)
+
+    def _in_order(self, captured: list[torch.Tensor]) -> torch.Tensor:
+        """Side by side in the order of ``capture_points``, which may repeat or descend."""
+        by_point = dict(zip(sorted(set(self.capture_points)), captured, strict=True))
+        return torch.cat([by_point[p] for p in self.capture_points], dim=-1)
+
+    def logits(self, forward: Forward, rows_M: torch.Tensor | None) -> torch.Tensor:
+        """This rank's logits (M, R) fp32 of the given rows, or of all."""
+        x, residual = forward.x_NH, forward.residual_NH
+        if rows_M is not None:
+            x, residual = x[rows_M], residual[rows_M]
+        y, _ = self.ops.add_rms_norm(x, residual, self.weights.norm_H, self.shape.rms_eps)
+        return F.linear(y, self.weights.head_RH).float()
+
+    def compact(
+        self,
+        slot_B: torch.Tensor,
+        start_B: torch.Tensor,
+        src_BA: torch.Tensor,
+        count_B: torch.Tensor,
+    ) -> None:
+        """Close the gaps that rejected tree nodes left (see ``kv_compact``)."""
+        self.ops.kv_compact(self.cache_XSCGD, slot_B, start_B, src_BA, count_B)

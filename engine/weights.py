@@ -1,0 +1,221 @@
+# ruff: noqa: N815 - fields are tensors with shape suffixes
+"""This rank's weights of target and draft, from a checkpoint or random.
+
+Tensor-parallel slicing happens at load: each rank reads only its rows or columns. Legend: H hidden,
+D head size, n/g this rank's query and key heads, E experts, I this rank's expert width, J = 2I,
+V/R vocabulary / this rank's share of it.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.checkpoint import Checkpoint
+from engine.shapes import TargetShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetLayer:
+    """One transformer layer, this rank's shard."""
+
+    input_norm_H: torch.Tensor
+    #: rows: n query heads, g key heads, g value heads
+    qkv_PH: torch.Tensor
+    q_norm_D: torch.Tensor
+    k_norm_D: torch.Tensor
+    o_HQ: torch.Tensor
+    post_norm_H: torch.Tensor
+    router_EH: torch.Tensor
+    #: gate rows first
+    gate_up_EJH: torch.Tensor
+    down_EHI: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetWeights:
+    """The target, this rank's shard; embedding and norms are whole on every rank."""
+
+    embed_VH: torch.Tensor
+    layers: tuple[TargetLayer, ...]
+    norm_H: torch.Tensor
+    #: rows [vocab_start, vocab_start + R) of the head
+    head_RH: torch.Tensor
+    vocab_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Place of a rank in the tensor-parallel group, and what it holds of the heads."""
+
+    rank: int
+    tp: int
+
+    def span(self, size: int) -> tuple[int, int]:
+        """This rank's [start, stop) of a dimension that tp divides."""
+        width = size // self.tp
+        return self.rank * width, (self.rank + 1) * width
+
+    def kv_span(self, kv_heads: int) -> tuple[int, int]:
+        """This rank's key heads; above one rank a head, neighbours hold the same head."""
+        if self.tp <= kv_heads:
+            return self.span(kv_heads)
+        head = self.rank * kv_heads // self.tp
+        return head, head + 1
+
+    def vocab_span(self, vocab: int) -> tuple[int, int]:
+        """This rank's rows of the head; shares differ by one row where tp does not divide it."""
+        return self.rank * vocab // self.tp, (self.rank + 1) * vocab // self.tp
+
+
+class Source(Protocol):
+    """Where tensors come from, in checkpoint names."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor."""
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop)."""
+
+    def read_columns(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Columns [start, stop)."""
+
+
+class RandomSource:
+    """Normal weights of a fixed seed, the same whatever the number of ranks; norms are 1.
+
+    A tensor's values depend on its name and the seed only.
+    """
+
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], seed: int, device: torch.device, std: float = 0.02
+    ) -> None:
+        self.shapes, self.seed, self.device, self.std = shapes, seed, device, std
+
+    def read(self, name: str) -> torch.Tensor:
+        """Generate the whole tensor."""
+        shape = self.shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape, device=self.device)
+        generator = torch.Generator(self.device)
+        generator.manual_seed(self.seed * 0x1_0000_0000 + zlib.crc32(name.encode()))
+        return torch.randn(shape, generator=generator, device=self.device).mul_(self.std)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Generate, then cut."""
+        return self.read(name)[start:stop]
+
+    def read_columns(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Generate, then cut."""
+        return self.read(name)[:, start:stop]
+
+
+def target_tensor_shapes(shape: TargetShape) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a Hugging Face Qwen3-MoE checkpoint and its shape."""
+    h, d, i = shape.hidden, shape.head_dim, shape.moe_intermediate
+    tensors: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (shape.vocab, h),
+        "model.norm.weight": (h,),
+        "lm_head.weight": (shape.vocab, h),
+    }
+    for layer in range(shape.layers):
+        at = f"model.layers.{layer}"
+        tensors |= {
+            f"{at}.input_layernorm.weight": (h,),
+            f"{at}.post_attention_layernorm.weight": (h,),
+            f"{at}.self_attn.q_proj.weight": (shape.heads * d, h),
+            f"{at}.self_attn.k_proj.weight": (shape.kv_heads * d, h),
+            f"{at}.self_attn.v_proj.weight": (shape.kv_heads * d, h),
+            f"{at}.self_attn.o_proj.weight": (h, shape.heads * d),
+            f"{at}.self_attn.q_norm.weight": (d,),
+            f"{at}.self_attn.k_norm.weight": (d,),
+            f"{at}.mlp.gate.weight": (shape.experts, h),
+        }
+        for expert in range(shape.experts):
+            mlp = f"{at}.mlp.experts.{expert}"
+            tensors[f"{mlp}.gate_proj.weight"] = (i, h)
+            tensors[f"{mlp}.up_proj.weight"] = (i, h)
+            tensors[f"{mlp}.down_proj.weight"] = (h, i)
+    return tensors
+
+
+def check_target(checkpoint: Checkpoint, shape: TargetShape) -> None:
+    """Refuse a checkpoint whose tensors are not exactly the shape's."""
+    optional = ("lm_head.weight",) if shape.tied_head else ()
+    checkpoint.check(target_tensor_shapes(shape), optional=optional)
+
+
+def load_target(
+    source: Source,
+    shape: TargetShape,
+    place: Rank,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[], None] = lambda: None,
+) -> TargetWeights:
+    """This rank's shard; ``progress`` is called after every layer."""
+
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=device, dtype=dtype).contiguous()
+
+    layers = []
+    for number in range(shape.layers):
+        layers.append(_load_layer(source, shape, place, number, put))
+        progress()
+    start, stop = place.vocab_span(shape.vocab)
+    embed_VH = put(source.read("model.embed_tokens.weight"))
+    tied = shape.tied_head
+    head_RH = embed_VH[start:stop] if tied else put(source.read_rows("lm_head.weight", start, stop))
+    return TargetWeights(
+        embed_VH=embed_VH,
+        layers=tuple(layers),
+        norm_H=put(source.read("model.norm.weight")),
+        head_RH=head_RH,
+        vocab_start=start,
+    )
+
+
+def _load_layer(
+    source: Source,
+    shape: TargetShape,
+    place: Rank,
+    number: int,
+    put: Callable[[torch.Tensor], torch.Tensor],
+) -> TargetLayer:
+    at, d = f"model.layers.{number}", shape.head_dim
+    q_start, q_stop = place.span(shape.heads)
+    kv_start, kv_stop = place.kv_span(shape.kv_heads)
+    i_start, i_stop = place.span(shape.moe_intermediate)
+
+    def heads(name: str, start: int, stop: int) -> torch.Tensor:
+        return source.read_rows(f"{at}.self_attn.{name}.weight", start * d, stop * d)
+
+    def expert(e: int) -> tuple[torch.Tensor, torch.Tensor]:
+        mlp = f"{at}.mlp.experts.{e}"
+        gate = source.read_rows(f"{mlp}.gate_proj.weight", i_start, i_stop)
+        up = source.read_rows(f"{mlp}.up_proj.weight", i_start, i_stop)
+        down = source.read_columns(f"{mlp}.down_proj.weight", i_start, i_stop)
+        return put(torch.cat((gate, up))), put(down)
+
+    experts = [expert(e) for e in range(shape.experts)]
+    qkv = torch.cat(
+        (
+            heads("q_proj", q_start, q_stop),
+            heads("k_proj", kv_start, kv_stop),
+            heads("v_proj", kv_start, kv_stop),
+        )
+    )
+    return TargetLayer(
+        input_norm_H=put(source.read(f"{at}.input_layernorm.weight")),
+        qkv_PH=put(qkv),
+        q_norm_D=put(source.read(f"{at}.self_attn.q_norm.weight")),
+        k_norm_D=put(source.read(f"{at}.self_attn.k_norm.weight")),
+        o_HQ=put(source.read_columns(f"{at}.self_attn.o_proj.weight", q_start * d, q_stop * d)),
+        post_norm_H=put(source.read(f"{at}.post_attention_layernorm.weight")),
+        router_EH=put(source.read(f"{at}.mlp.gate.weight")),
+        gate_up_EJH=torch.stack([gate_up for gate_up, _ in experts]),
+        down_EHI=torch.stack([down for _, down in experts]),
+    )

@@ -6,6 +6,7 @@ other), so that no prompt of a study was ever trained on.
 """
 
 import ast
+import json
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -137,6 +138,10 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, folder: Path):
         pad_token=END_OF_TEXT,
         model_max_length=2048,
     ).save_pretrained(str(folder))
+    # transformers 5 writes a class name that earlier ones do not know; both read this one
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(config, indent=2) + "\n")
     return tokenizer
 
 

@@ -4,12 +4,10 @@ The environment is read inside each worker through C ``getenv``: a file, a launc
 may have changed it between the shell and the worker.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 
-from autotune.errors import UserError
 from autotune.records import RankEnvironment
-from model.spec import KNOB_FIELDS, Knobs
+from model.spec import KNOB_FIELDS
 
 #: NCCL variable -> the knob that owns it
 OWNED_VARIABLES: Mapping[str, str] = {
@@ -22,21 +20,6 @@ OWNED_VARIABLES: Mapping[str, str] = {
     "NCCL_P2P_LEVEL": "nccl.p2p_level",
 }
 assert set(OWNED_VARIABLES.values()) <= set(KNOB_FIELDS)
-
-
-def refuse_owned_environment(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ``UserError`` when the shell sets a variable that a knob owns.
-
-    An ``auto`` that the shell overrides would be measured under a wrong name.
-    """
-    found = [name for name in OWNED_VARIABLES if name in environment]
-    if found:
-        listing = ", ".join(f"{name}={environment[name]}" for name in found)
-        knobs = ", ".join(OWNED_VARIABLES[name] for name in found)
-        raise UserError(
-            f"environment: {listing} would override the study's {knobs}; "
-            f"unset it (or list the value in space) and start again"
-        )
 
 
 def environment_problems(
@@ -70,12 +53,3 @@ def library_problems(ranks: Sequence[RankEnvironment]) -> list[str]:
     if len(versions) > 1 or len(libraries) > 1:
         return [f"workers loaded different NCCL libraries: {sorted(libraries)} {sorted(versions)}"]
     return []
-
-
-def summary(knobs: Knobs) -> str:
-    """The NCCL knobs that were asked for, for a message."""
-    values = knobs.values()
-    chosen = [
-        f"{k}={values[k]}" for k in OWNED_VARIABLES.values() if values[k] not in (None, "auto")
-    ]
-    return ", ".join(chosen) or "nothing"

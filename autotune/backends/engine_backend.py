@@ -9,8 +9,6 @@ import contextlib
 from datetime import UTC, datetime
 from typing import Any
 
-from engine.api import Engine
-
 from autotune.backends.base import (
     UNPLACED,
     BackendContext,
@@ -20,11 +18,7 @@ from autotune.backends.base import (
     require_open,
     tail,
 )
-from autotune.backends.effective import (
-    environment_problems,
-    library_problems,
-    refuse_owned_environment,
-)
+from autotune.backends.effective import environment_problems, library_problems
 from autotune.backends.engine_args import prompts_per_level, resolve, study_prompts
 from autotune.backends.engine_baselines import Baselines, Prompts
 from autotune.backends.engine_measurement import measured
@@ -40,6 +34,7 @@ from autotune.records import (
     Provenance,
     RankEnvironment,
 )
+from engine.api import Engine
 from engine.config import LaunchConfig, SpeculationConfig
 from engine.errors import EngineError
 from engine.host import machine_fingerprint
@@ -63,8 +58,6 @@ class EngineBackend:
         self._study = context.study
         self._log_dir = context.log_dir
         self._settings = resolve(context)
-        if self._settings.device == "cuda":
-            refuse_owned_environment()
         self._group: Group | None = None
         self._engine: Engine | None = None
         self._config: LaunchConfig | None = None
@@ -115,15 +108,15 @@ class EngineBackend:
             before = snapshot(self._settings.device)
             stage = "measure"
             started = datetime.now(UTC)
-            results = self._generate(engine, knobs, workload, prompts)
+            result = self._generate(engine, knobs, workload, prompts)
             ended = datetime.now(UTC)
         except EngineError as error:
             return self._failed(knobs, workload, repeat, _failure(error, stage), started, before)
         except BackendFailure as error:
             return self._failed(knobs, workload, repeat, error.failure, started, before)
-        outputs = tuple(r.token_ids for result in results for r in result.requests)
+        outputs = tuple(request.token_ids for request in result.requests)
         checked = self._baselines.check(knobs, workload, outputs)
-        values = measured(results, knobs)
+        values = measured(result, knobs)
         return Measurement(
             trial=UNPLACED,
             knobs_id=knobs.id,
@@ -176,11 +169,10 @@ class EngineBackend:
         config = self._launch_config(settings)
         self._num_starts += 1
         try:
-            engine = Engine(config)
-            engine.start()
+            engine = Engine(config, log_dir=self._log_dir / f"start{self._num_starts}")
         except EngineError as error:
-            if error.kind == "invalid":
-                # nothing that a retry or other knobs of this study would cure
+            if error.kind == "invalid" and self._config is None:
+                # nothing ever started: what the study asks for cannot work at all
                 raise UserError(f"engine: {error.message}") from error
             raise BackendFailure(_failure(error, "start")) from error
         self._engine, self._config = engine, config
@@ -279,55 +271,53 @@ class EngineBackend:
         if key in self._warm:
             return
         for _ in range(self._study.measure.warmup):
-            self._generate(
-                engine, knobs, workload, prompts[: workload.concurrency], max_tokens=WARMUP_TOKENS
-            )
+            few = prompts[: workload.concurrency]
+            self._generate(engine, knobs, workload, few, WARMUP_TOKENS)
         self._warm.add(key)
 
     def _plain(
         self, engine: Engine, workload: Workload, prompts: Prompts, batch_size: int, margins: bool
     ) -> Reference:
         """Plain decoding of ``prompts``, ``batch_size`` at a time."""
-        results = self._generate(
-            engine, None, workload, prompts, batch_size=batch_size, margins=margins
+        result = engine.generate(
+            self._requests(workload, prompts),
+            SpeculationConfig(),
+            concurrency=batch_size,
+            margins=margins,
         )
-        requests = [request for result in results for request in result.requests]
         return Reference(
-            tuple(request.token_ids for request in requests),
-            tuple(request.margins for request in requests) if margins else None,
+            tuple(request.token_ids for request in result.requests),
+            tuple(request.margins for request in result.requests) if margins else None,
         )
 
     def _generate(
         self,
         engine: Engine,
-        knobs: Knobs | None,
+        knobs: Knobs,
         workload: Workload,
         prompts: Prompts,
-        *,
         max_tokens: int | None = None,
-        batch_size: int | None = None,
-        margins: bool = False,
-    ) -> list[RunResult]:
-        """Run ``prompts`` in batches of the level's size; ``knobs`` None is plain decoding."""
-        size = batch_size or workload.concurrency
-        new_tokens = min(workload.output_len, max_tokens or workload.output_len)
-        speculation = SpeculationConfig.model_validate(
-            {"method": "off"} if knobs is None else speculation_mapping(knobs)
+    ) -> RunResult:
+        """Run ``prompts``, as many at a time as the level has slots."""
+        return engine.generate(
+            self._requests(workload, prompts, max_tokens),
+            SpeculationConfig.model_validate(speculation_mapping(knobs)),
+            concurrency=workload.concurrency,
         )
-        results = []
-        for first in range(0, len(prompts), size):
-            requests = [
-                Request(
-                    prompt_ids=ids,
-                    max_new_tokens=new_tokens,
-                    temperature=workload.temperature,
-                    seed=self._settings.args.sampling_seed + workload.seed + first + index,
-                    ignore_eos=workload.ignore_eos,
-                )
-                for index, ids in enumerate(prompts[first : first + size])
-            ]
-            results.append(engine.generate(requests, speculation, margins=margins))
-        return results
+
+    def _requests(
+        self, workload: Workload, prompts: Prompts, max_tokens: int | None = None
+    ) -> list[Request]:
+        return [
+            Request(
+                prompt_ids=ids,
+                max_new_tokens=min(workload.output_len, max_tokens or workload.output_len),
+                temperature=workload.temperature,
+                seed=self._settings.args.sampling_seed + workload.seed + index,
+                ignore_eos=workload.ignore_eos,
+            )
+            for index, ids in enumerate(prompts)
+        ]
 
     def _failed(
         self,

@@ -55,81 +55,56 @@ class Run(Protocol):
     @property
     def decode_tokens(self) -> int: ...
     @property
-    def num_cycles(self) -> int: ...
-    @property
     def cycle_ms(self) -> float: ...
     @property
     def phases_ms(self) -> Mapping[str, float]: ...
 
 
-def measured(results: Sequence[Run], knobs: Knobs) -> dict[str, Any]:
-    """Fields of a measurement that the engine can see, over the batches of one repeat."""
-    requests = [request for result in results for request in result.requests]
-    cycles = sum(result.num_cycles for result in results)
-    wall_s = sum(result.decode_wall_s for result in results)
-    tokens = sum(result.decode_tokens for result in results)
+def measured(run: Run, knobs: Knobs) -> dict[str, Any]:
+    """Fields of a measurement that the engine can see."""
     unknown = {}
-    terms = {}
-    if cycles:
-        names = {name for result in results for name in result.phases_ms}
-        terms = {
-            name: sum(r.phases_ms.get(name, 0.0) * r.num_cycles for r in results) / cycles
-            for name in sorted(names)
-        }
     acceptance = None
+    accept_length: float | None = 1.0
     if knobs.method == "off":
         unknown["acceptance"] = "speculation is off"
     else:
-        acceptance = _acceptance([result.counters for result in results])
-    tpots = [request.tpot_ms for request in requests if request.tpot_ms is not None]
-    if not wall_s:
-        unknown["tokens_per_s"] = "nothing was decoded after the first token"
+        acceptance = _acceptance(run.counters)
+        accept_length = None
+        if acceptance.num_verifies:
+            accept_length = 1.0 + acceptance.num_accepted / acceptance.num_verifies
+    tpots = [request.tpot_ms for request in run.requests if request.tpot_ms is not None]
+    if not tpots:
+        absent = ("tokens_per_s", "tpot_ms", "cycle_ms", "accept_length")
+        unknown |= dict.fromkeys(absent, "nothing was decoded after the first token")
+    decoded = bool(tpots) and run.decode_wall_s > 0
     return {
-        "tokens_per_s": tokens / wall_s if wall_s else None,
-        "ttft_ms": median(request.ttft_s for request in requests) * 1e3,
+        "tokens_per_s": run.decode_tokens / run.decode_wall_s if decoded else None,
+        "ttft_ms": median(request.ttft_s for request in run.requests) * 1e3,
         "tpot_ms": median(tpots) if tpots else None,
-        "cycle_ms": sum(r.cycle_ms * r.num_cycles for r in results) / cycles if cycles else None,
-        "terms_ms": terms,
-        "accept_length": 1.0 if acceptance is None else _accept_length(acceptance),
+        "cycle_ms": run.cycle_ms if decoded else None,
+        "terms_ms": dict(run.phases_ms) if decoded else {},
+        "accept_length": accept_length if decoded else None,
         "acceptance": acceptance,
-        "prompts": tuple(_sample(index, request) for index, request in enumerate(requests)),
+        "prompts": tuple(
+            PromptSample(
+                prompt_index=index,
+                output_tokens=len(request.token_ids),
+                decode_s=request.decode_s,
+                ttft_ms=request.ttft_s * 1e3,
+                tokens_per_verify=request.tokens_per_verify,
+            )
+            for index, request in enumerate(run.requests)
+        ),
         "unknown": unknown,
     }
 
 
-def _sample(index: int, request: Answer) -> PromptSample:
-    return PromptSample(
-        prompt_index=index,
-        output_tokens=len(request.token_ids),
-        decode_s=request.decode_s,
-        ttft_ms=request.ttft_s * 1e3,
-        tokens_per_verify=request.tokens_per_verify,
-    )
-
-
-def _accept_length(acceptance: Acceptance) -> float | None:
-    if not acceptance.num_verifies:
-        return None
-    return 1.0 + acceptance.num_accepted / acceptance.num_verifies
-
-
-def _acceptance(parts: Sequence[Counts]) -> Acceptance:
-    """Counts of several batches together; shorter tuples are padded with zeros."""
-
-    def added(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        width = max((len(row) for row in rows), default=0)
-        return tuple(sum(row[i] for row in rows if i < len(row)) for i in range(width))
-
-    by_rank = [part.accepted_by_depth_rank for part in parts]
-    depths = max((len(table) for table in by_rank), default=0)
+def _acceptance(counts: Counts) -> Acceptance:
     return Acceptance(
-        num_verifies=sum(part.num_verifies for part in parts),
-        num_drafted=sum(part.num_drafted for part in parts),
-        num_accepted=sum(part.num_accepted for part in parts),
-        accepted_by_depth=added([part.accepted_by_depth for part in parts]),
-        histogram=added([part.histogram for part in parts]),
-        accepted_by_depth_rank=tuple(
-            added([table[depth] for table in by_rank if depth < len(table)])
-            for depth in range(depths)
-        ),
+        num_verifies=counts.num_verifies,
+        num_drafted=counts.num_drafted,
+        num_accepted=counts.num_accepted,
+        accepted_by_depth=counts.accepted_by_depth,
+        histogram=counts.histogram,
+        accepted_by_depth_rank=counts.accepted_by_depth_rank,
     )

@@ -1,0 +1,211 @@
+"""When is an output the baseline's, a near-tie, wrong, or not known."""
+
+import random
+
+import pytest
+
+from autotune.backends.effective import environment_problems, library_problems
+from autotune.backends.engine_baselines import Baselines
+from autotune.backends.output_check import (
+    Reference,
+    SelfNoise,
+    check_output,
+    first_divergence,
+    self_noise,
+)
+from autotune.records import RankEnvironment
+from model.spec import Knobs, Workload
+
+BASE = Reference(((1, 2, 3, 4), (5, 6, 7, 8)), ((2.0, 0.01, 3.0, 1.0), (1.0, 2.0, 0.5, 4.0)))
+NOISE = SelfNoise(epsilon=0.05, num_divergences=1, num_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "position"),
+    [
+        pytest.param([1, 2, 3], [1, 2, 3], None, id="equal"),
+        pytest.param([1, 2, 3], [1, 9, 3], 1, id="middle"),
+        pytest.param([1, 2], [1, 2, 3], 2, id="prefix"),
+    ],
+)
+def test_the_first_difference_is_found(
+    left: list[int], right: list[int], position: int | None
+) -> None:
+    assert first_divergence(left, right) == position
+
+
+@pytest.mark.parametrize(
+    ("output", "exact", "verdict"),
+    [
+        pytest.param([[1, 2, 3, 4], [5, 6, 7, 8]], True, "exact", id="equal-fp32"),
+        pytest.param([[1, 2, 3, 4], [5, 6, 7, 8]], False, "exact", id="equal-bf16"),
+        pytest.param([[1, 9, 3, 4], [5, 6, 7, 8]], True, "incorrect", id="fp32-tie-is-no-excuse"),
+        pytest.param([[1, 9, 9, 9], [5, 6, 7, 8]], False, "near_tie", id="bf16-small-margin"),
+        pytest.param([[1, 2, 9, 4], [5, 6, 7, 8]], False, "incorrect", id="bf16-large-margin"),
+        pytest.param([[1, 9, 3, 4], [5, 6, 0, 8]], False, "incorrect", id="one-tie-one-wrong"),
+        pytest.param([[1, 2, 3], [5, 6, 7, 8]], False, "incorrect", id="stopped-early"),
+        pytest.param([[1, 2, 3, 4, 5], [5, 6, 7, 8]], False, "incorrect", id="went-on"),
+    ],
+)
+def test_verdict_at_the_first_divergence(
+    output: list[list[int]], exact: bool, verdict: str
+) -> None:
+    assert check_output(output, BASE, exact=exact, temperature=0.0, noise=NOISE).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("reference", "noise", "temperature", "reason"),
+    [
+        pytest.param(BASE, NOISE, 0.7, "temperature 0.7", id="sampled"),
+        pytest.param(None, NOISE, 0.0, "no baseline output", id="no-baseline"),
+        pytest.param(Reference(BASE.tokens, None), NOISE, 0.0, "no log-prob", id="no-margins"),
+        pytest.param(BASE, None, 0.0, "no log-prob", id="no-noise"),
+    ],
+)
+def test_what_cannot_be_judged_is_unverified_with_the_reason(
+    reference: Reference | None, noise: SelfNoise | None, temperature: float, reason: str
+) -> None:
+    output = [[1, 9, 3, 4], [5, 6, 7, 8]]
+    checked = check_output(output, reference, exact=False, temperature=temperature, noise=noise)
+    assert checked.verdict == "unverified"
+    assert reason in checked.reason
+
+
+def test_epsilon_follows_the_largest_change_of_a_margin_before_the_split() -> None:
+    again = Reference(((1, 2, 3, 4), (5, 6, 7, 8)), ((2.0, 0.03, 3.1, 1.0), (1.0, 2.0, 0.5, 4.0)))
+    noise = self_noise(BASE, [again])
+    assert noise is not None
+    assert noise.epsilon == pytest.approx(0.15)
+    assert (noise.num_divergences, noise.num_tokens) == (0, 8)
+
+
+def test_a_baseline_that_diverges_from_itself_counts_both_margins_at_the_split() -> None:
+    again = Reference(((1, 9, 9, 9),), ((2.0, 0.04, 9.0, 9.0),))
+    noise = self_noise(BASE, [again])
+    assert noise is not None
+    assert noise.epsilon == pytest.approx(1.5 * 0.05)
+    assert (noise.num_divergences, noise.num_tokens) == (1, 1)
+
+
+def test_too_many_near_ties_are_incorrect() -> None:
+    prompts = 40
+    base = Reference(
+        tuple((1, 2) for _ in range(prompts)), tuple((1.0, 0.01) for _ in range(prompts))
+    )
+    quiet = SelfNoise(epsilon=0.05, num_divergences=0, num_tokens=10_000)
+    few = [(1, 2)] * (prompts - 1) + [(1, 3)]
+    many = [(1, 3)] * prompts
+    assert check_output(few, base, exact=False, temperature=0.0, noise=quiet).verdict == "near_tie"
+    checked = check_output(many, base, exact=False, temperature=0.0, noise=quiet)
+    assert checked.verdict == "incorrect"
+    assert "40 of 40 prompts diverge" in checked.reason
+
+
+def test_the_bound_of_ties_holds_for_a_faithful_configuration() -> None:
+    rng = random.Random(0)
+    rate, alarms = 0.002, 0
+    for _ in range(300):
+        seen = sum(rng.random() < rate for _ in range(2000))
+        noise = SelfNoise(epsilon=0.05, num_divergences=seen, num_tokens=2000)
+        split = [rng.random() < rate * 50 for _ in range(40)]
+        base = Reference(tuple((1,) * 50 for _ in split), tuple((0.01,) * 50 for _ in split))
+        output = [(1,) * 49 + (2,) if s else (1,) * 50 for s in split]
+        checked = check_output(output, base, exact=False, temperature=0.0, noise=noise)
+        alarms += checked.verdict == "incorrect"
+    assert alarms <= 6
+
+
+def workload(concurrency: int = 2) -> Workload:
+    return Workload(
+        prompts="p",
+        prompts_sha256="p",
+        chat_template=None,
+        input_len=4,
+        output_len=4,
+        context=6,
+        temperature=0.0,
+        ignore_eos=True,
+        seed=0,
+        concurrency=concurrency,
+    )
+
+
+def test_in_16_bit_the_baseline_is_run_again_and_with_another_batch_size() -> None:
+    asked: list[tuple[int, int, bool]] = []
+
+    def plain(prompts: object, batch: int, margins: bool) -> Reference:
+        asked.append((len(prompts), batch, margins))  # type: ignore[arg-type]
+        tokens = tuple((int(p[0]), 1) for p in prompts)  # type: ignore[attr-defined]
+        return Reference(tokens, tuple((1.0 + 0.01 * batch, 0.5) for _ in tokens))
+
+    baselines = Baselines(exact=False)
+    off = Knobs.of({"speculation.method": "off"})
+    prompts = [(i,) for i in range(6)]
+    baselines.prepare(off, workload(2), prompts, plain)
+    assert asked == [(6, 2, True), (4, 2, True), (4, 1, True)]
+    asked.clear()
+    baselines.prepare(off, workload(2), prompts, plain)
+    assert asked == []
+    baselines.prepare(off, workload(1), prompts[:1], plain)
+    assert asked == [(1, 1, True), (1, 1, True), (2, 2, True)]
+    assert baselines.check(off, workload(1), [(0, 1)]).verdict == "exact"
+    assert baselines.check(off, workload(1), [(0, 2)]).verdict == "incorrect"
+
+
+def test_in_fp32_the_first_baseline_repeat_is_the_reference() -> None:
+    baselines = Baselines(exact=True)
+    off = Knobs.of({"speculation.method": "off"})
+
+    def never(*_: object) -> Reference:
+        raise AssertionError("a measured baseline needs no run of its own")
+
+    baselines.prepare(off, workload(), [(1,), (2,)], never)
+    assert baselines.check(off, workload(), [(1,), (2,)]).verdict == "exact"
+    assert baselines.check(off, workload(), [(1,), (3,)]).verdict == "incorrect"
+
+
+def rank(number: int, library: str = "/l/libnccl.so.2", **environment: str) -> RankEnvironment:
+    return RankEnvironment(
+        rank=number,
+        pid=100 + number,
+        environment=environment,
+        nccl_library=library,
+        nccl_version="2.28.9",
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "problems"),
+    [
+        pytest.param([rank(0, NCCL_PROTO="LL"), rank(1, NCCL_PROTO="LL")], [], id="effective"),
+        pytest.param(
+            [rank(0, NCCL_PROTO="LL"), rank(1)],
+            ["rank 1 has no NCCL_PROTO=LL (nccl.proto)"],
+            id="one-rank-lost-it",
+        ),
+        pytest.param(
+            [rank(0, NCCL_PROTO="LL"), rank(1, NCCL_PROTO="Simple")],
+            ["rank 1 has NCCL_PROTO=Simple instead of NCCL_PROTO=LL (nccl.proto)"],
+            id="one-rank-has-another",
+        ),
+        pytest.param(
+            [rank(0, NCCL_PROTO="LL", NCCL_ALGO="Tree"), rank(1, NCCL_PROTO="LL")],
+            ["rank 0 has NCCL_ALGO=Tree, but nccl.algo was left to NCCL"],
+            id="a-setting-nobody-asked-for",
+        ),
+        pytest.param(
+            [rank(0, NCCL_PROTO="LL")],
+            ["1 of 2 workers told their environment"],
+            id="a-silent-worker",
+        ),
+    ],
+)
+def test_a_setting_that_did_not_arrive_is_named(
+    ranks: list[RankEnvironment], problems: list[str]
+) -> None:
+    assert environment_problems({"NCCL_PROTO": "LL"}, ranks, 2) == problems
+
+
+def test_two_nccl_libraries_are_a_problem() -> None:
+    assert library_problems([rank(0), rank(1)]) == []
+    assert len(library_problems([rank(0), rank(1, library="/other/libnccl.so.2")])) == 1

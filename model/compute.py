@@ -145,9 +145,9 @@ def moe_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -> Arra
     )
     expert = distinct * shape.expert_bytes / f.tp
     flops = 2.0 * shape.expert_params / f.tp * shape.experts_per_token * f.tokens
-    routed = np.maximum(
-        expert / (device.dram_bytes_per_us * c["moe_dram_fraction"]),
-        flops / (device.flops_per_us * relative_rate(shape.expert_format) * c["flops_fraction"]),
+    # benchmark rows show work and bytes add up: the weight stream hides little of the products
+    routed = expert / (device.dram_bytes_per_us * c["moe_dram_fraction"]) + flops / (
+        device.flops_per_us * relative_rate(shape.expert_format) * c["flops_fraction"]
     )
     plain = shape.hidden * (shape.experts + 3 * shape.shared_intermediate / f.tp)
     rest = gemm_us(plain * other, 2 * plain * f.tokens, 1.0, device, c)

@@ -17,6 +17,8 @@ class Fit:
     x: Array
     covariance: Array
     residuals: Array
+    #: what was minimised: robust misfit plus distance from the prior
+    cost: float
 
 
 def robust_map(
@@ -74,4 +76,4 @@ def robust_map(
     jacobian = ((log_DN[1:] - log_DN[0]) / delta).T
     weight = weight_floor / (degrees + (residual / rel_sd_N) ** 2) / rel_sd_N**2
     normal = jacobian.T @ (jacobian * weight[:, None]) + precision_KK
-    return Fit(x, np.linalg.inv(normal), residual)
+    return Fit(x, np.linalg.inv(normal), residual, current)

@@ -96,7 +96,8 @@ def power_law_loads(tokens: int, experts: int, per_token: int, alpha: float) -> 
 
     The benchmark (aiconfigurator's collectors) draws each expert's weight from a power law of
     exponent ``alpha`` on [1, 0.8 T] (on [0.01, 2] while T k <= E), scales the weights to T k
-    assignments and rounds. Random draws are replaced by mid-point quantiles.
+    assignments, rounds, and repairs the sum at the least (or most) loaded experts. Random draws
+    are replaced by mid-point quantiles.
     """
     total = tokens * per_token
     low, high = (1.0, tokens * 0.8) if total > experts else (0.01, 2.0)
@@ -105,16 +106,13 @@ def power_law_loads(tokens: int, experts: int, per_token: int, alpha: float) -> 
     power = 1.0 - alpha
     weight = ((high**power - low**power) * u + low**power) ** (1.0 / power)
     loads = np.rint(weight / weight.sum() * total).astype(np.int64)
-    delta = total - int(loads.sum())
-    order = np.argsort(-loads, kind="stable")
-    if delta > 0:
-        for i in range(delta):
-            loads[order[i % experts]] += 1
-    else:
-        # the benchmark takes the surplus from the least loaded experts that still have tokens
-        for i in range(-delta):
-            index = order[-(i % experts) - 1]
-            loads[index if loads[index] > 0 else order[0]] -= 1
+    # no token picks an expert twice; what is cut or lost by rounding goes to the least loaded
+    loads = np.minimum(loads, tokens)
+    missing = total - int(loads.sum())
+    for _ in range(missing):
+        loads[np.argmin(loads)] += 1
+    for _ in range(-missing):
+        loads[np.argmax(loads)] -= 1
     result: NDArray[np.int64] = loads
     return result
 

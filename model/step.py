@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import ndtri
 
 from model import compute
 from model.collectives import CollectiveKey, CollectiveTimes, in_step_us
@@ -147,9 +148,16 @@ class StepModel:
         table = self.collectives.table_us(keys, bytes_U, graphed, c)
         return in_step_us(table, rows.tp, c)
 
-    def _target(
-        self, rows: StepRows, tokens_U: Array, graphed_U: Array, tp: float, c: Constants, slow: bool
-    ) -> dict[str, Array]:
+    def reduce_us(self, knobs: Knobs, size_bytes: float, c: Constants) -> float:
+        """One all-reduce of these knobs inside a step at the first constant vector, us."""
+        graphed = [self.machine.gpu is not None]
+        table = self.collectives.table_us([CollectiveKey.of(knobs)], [size_bytes], graphed, c)
+        return float(in_step_us(table, np.array([float(knobs.tp)]), c)[0, 0])
+
+    def target_parts(
+        self, rows: StepRows, tokens_U: Array, tp: float, c: Constants, slow: bool
+    ) -> "PhaseParts":
+        """Work of a target forward before host and device are brought together."""
         shape, device = self.target, self.device(tp)
         f = Forwards(
             tokens_per_request=tokens_U, requests=rows.requests, context=rows.context, tp=rows.tp
@@ -171,7 +179,38 @@ class StepModel:
         host = {name: kernels[name] * launch for name in kernels}
         host["allreduce"] = np.where(rows.tp > 1, count * collective, 0.0)
         host["head"] = host["head"] + np.where(rows.tp > 1, collective, 0.0)
-        return elapsed(device_us, host, graphed_U, c, device.is_gpu)
+        return PhaseParts(device_us, host)
+
+    def draft_parts(self, rows: StepRows, tp: float, c: Constants, slow: bool) -> "PhaseParts":
+        """Work of a cycle's draft steps."""
+        forwards = np.maximum(rows.steps - 1.0, 0.0)
+        device_us = forwards * self._draft_forward(rows, rows.topk, tp, c)
+        device_us = device_us + rows.steps * c["draft_step_us"]
+        device_us = device_us + np.where(rows.topk > 1, c["tree_us"], 0.0)
+        launch, _ = launch_us(rows, c, slow)
+        host = forwards * self._draft_host(rows, c, slow) + rows.steps * KERNELS_SELECT * launch
+        return PhaseParts({"draft": device_us}, {"draft": host})
+
+    def extend_parts(self, rows: StepRows, tp: float, c: Constants, slow: bool) -> "PhaseParts":
+        """Work of the draft-extend forward."""
+        device_us = self._draft_forward(rows, rows.steps + 1.0, tp, c)
+        return PhaseParts({"extend": device_us}, {"extend": self._draft_host(rows, c, slow)})
+
+    def _target(
+        self, rows: StepRows, tokens_U: Array, graphed_U: Array, tp: float, c: Constants, slow: bool
+    ) -> dict[str, Array]:
+        parts = self.target_parts(rows, tokens_U, tp, c, slow)
+        return elapsed(parts, graphed_U, rows.tp, c, self.device(tp).is_gpu)
+
+    def _draft(self, rows: StepRows, tp: float, c: Constants, slow: bool) -> Array:
+        parts = self.draft_parts(rows, tp, c, slow)
+        total = elapsed(parts, rows.graph_draft, rows.tp, c, self.device(tp).is_gpu)
+        return np.where(rows.speculative, total["draft"], 0.0)
+
+    def _extend(self, rows: StepRows, tp: float, c: Constants, slow: bool) -> Array:
+        parts = self.extend_parts(rows, tp, c, slow)
+        total = elapsed(parts, rows.graph_extend, rows.tp, c, self.device(tp).is_gpu)
+        return np.where(rows.speculative, total["extend"], 0.0)
 
     def _draft_forward(self, rows: StepRows, tokens_U: Array, tp: float, c: Constants) -> Array:
         """Device time of one draft forward with its all-reduces."""
@@ -196,25 +235,13 @@ class StepModel:
         result: Array = kernels * launch + collectives * collective
         return result
 
-    def _draft(self, rows: StepRows, tp: float, c: Constants, slow: bool) -> Array:
-        forwards = np.maximum(rows.steps - 1.0, 0.0)
-        device_us = forwards * self._draft_forward(rows, rows.topk, tp, c)
-        device_us = device_us + rows.steps * c["draft_step_us"]
-        device_us = device_us + np.where(rows.topk > 1, c["tree_us"], 0.0)
-        launch, _ = launch_us(rows, c, slow)
-        host = forwards * self._draft_host(rows, c, slow) + rows.steps * KERNELS_SELECT * launch
-        total = elapsed(
-            {"draft": device_us}, {"draft": host}, rows.graph_draft, c, self.device(tp).is_gpu
-        )
-        return np.where(rows.speculative, total["draft"], 0.0)
 
-    def _extend(self, rows: StepRows, tp: float, c: Constants, slow: bool) -> Array:
-        device_us = self._draft_forward(rows, rows.steps + 1.0, tp, c)
-        host = self._draft_host(rows, c, slow)
-        total = elapsed(
-            {"extend": device_us}, {"extend": host}, rows.graph_extend, c, self.device(tp).is_gpu
-        )
-        return np.where(rows.speculative, total["extend"], 0.0)
+@dataclass(frozen=True, slots=True)
+class PhaseParts:
+    """A phase by term: device time with all launches there already, host time to launch it."""
+
+    device_us: Mapping[str, Array]
+    host_us: Mapping[str, Array]
 
 
 def launch_us(rows: StepRows, c: Constants, slow: bool) -> tuple[Array, Array]:
@@ -232,29 +259,34 @@ def host_us(rows: StepRows, c: Constants) -> tuple[Array, Array]:
 
 
 def elapsed(
-    device_us: Mapping[str, Array],
-    host_us: Mapping[str, Array],
-    graphed_U: Array,
-    c: Constants,
-    is_gpu: bool,
+    parts: PhaseParts, graphed_U: Array, tp_U: Array, c: Constants, is_gpu: bool
 ) -> dict[str, Array]:
-    """Time of a phase by part: device time, plus what waiting for the host adds.
+    """Time of a phase by term: device time, plus what waiting for the host adds.
 
-    Launched one by one on a GPU, the phase lasts max(device, host); the excess is spread over the
-    parts by their share of launches. On a CPU rank calls and work alternate, so both add.
+    Launched one by one on a GPU, the phase lasts max(device, host of the slowest rank); the excess
+    is spread over the terms by their share of launches. On a CPU rank calls and work alternate, so
+    both add.
     """
-    host_total = sum(host_us.values())
-    device_total = sum(device_us.values())
-    last = list(device_us)[-1]
+    device_us, host_us = parts.device_us, parts.host_us
     if not is_gpu:
         return {name: device_us[name] + host_us[name] for name in device_us}
-    excess = np.maximum(host_total - device_total, 0.0)
-    parts = {}
+    host_total = sum(host_us.values())
+    slowest = host_total * (1.0 + c["host_jitter"] * expected_maximum(tp_U))
+    excess = np.maximum(slowest - sum(device_us.values()), 0.0)
+    last = list(device_us)[-1]
+    terms = {}
     for name, value in device_us.items():
         share = host_us[name] / np.maximum(host_total, 1e-12)
         once = c["graph_launch_us"] if name == last else 0.0
-        parts[name] = value + np.where(graphed_U, once, excess * share)
-    return parts
+        terms[name] = value + np.where(graphed_U, once, excess * share)
+    return terms
+
+
+def expected_maximum(count_U: Array) -> Array:
+    """Mean of the largest of n standard normals (Blom's approximation; 0 for one)."""
+    n = np.maximum(np.asarray(count_U, dtype=float), 1.0)
+    result: Array = np.where(n > 1, ndtri((n - 0.375) / (n + 0.25)), 0.0)
+    return result
 
 
 def _per_tp(tp_U: Array, run: Callable[[Index, float], dict[str, Array]]) -> dict[str, Array]:

@@ -24,25 +24,26 @@ class LoadedStudy:
     base_dir: Path
 
 
-def load_study(path: Path) -> LoadedStudy:
-    """Read, check and resolve a study file.
+def load_study(path: Path, name: str | None = None) -> LoadedStudy:
+    """Read, check and resolve a study file; ``name`` replaces the study's own.
 
     Raises ``UserError`` with one line per problem: file and line, key, value, what is allowed.
     """
-    return _validated(read_yaml(path), path.resolve().parent)
+    return _validated(read_yaml(path), path.resolve().parent, name)
 
 
-def parse_study(text: str, label: str, base_dir: Path) -> LoadedStudy:
+def parse_study(text: str, label: str, base_dir: Path, name: str | None = None) -> LoadedStudy:
     """The same for text, such as the study file kept in the database."""
-    return _validated(parse_yaml(text, label), base_dir)
+    return _validated(parse_yaml(text, label), base_dir, name)
 
 
-def _validated(source: YamlSource, base_dir: Path) -> LoadedStudy:
+def _validated(source: YamlSource, base_dir: Path, name: str | None = None) -> LoadedStudy:
     if not isinstance(source.data, dict):
         kind = "empty" if source.data is None else f"a {type(source.data).__name__}"
         raise UserError(f"{source.label}: a study is a mapping of keys; this file is {kind}")
     try:
-        study = Study.model_validate(source.data, context={"base": base_dir})
+        data = source.data if name is None else {**source.data, "name": name}
+        study = Study.model_validate(data, context={"base": base_dir})
     except ValidationError as error:
         raise UserError.of_problems(list(_problem_lines(error, source))) from None
     return LoadedStudy(study=study, source=source, base_dir=base_dir)

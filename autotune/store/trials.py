@@ -100,6 +100,16 @@ class TrialQueries(Sessions):
         with self.reading() as session:
             return [_trial_view(row) for row in session.scalars(query)]
 
+    def trials_of_claim(self, study_id: int, claim: str) -> list[TrialView]:
+        """The trial that holds a claim; empty before Optuna gave it a number."""
+        query = select(TrialRow).where(
+            TrialRow.study_id == study_id,
+            TrialRow.claim == claim,
+            TrialRow.number.is_not(None),
+        )
+        with self.reading() as session:
+            return [_trial_view(row) for row in session.scalars(query)]
+
     def unnumbered_trials(self, study_id: int) -> list[TrialRow]:
         """Claims whose worker died before Optuna gave a number."""
         query = select(TrialRow).where(

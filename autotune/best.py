@@ -1,0 +1,158 @@
+"""From a study's results to the best-config YAML (``autotune.export`` writes it)."""
+
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import UserError
+from autotune.export import (
+    Evidence,
+    LaunchOptions,
+    LevelBest,
+    Throughput,
+    choose_levels,
+    write_best,
+)
+from autotune.history import History, KnobsResult
+from autotune.outcome import Outcome
+from autotune.plan import Plan
+from autotune.records import Provenance
+from autotune.statistics import Summary
+from autotune.store.store import Store
+from autotune.store.views import StudyView
+from model.spec import Prediction
+
+#: rows beyond prompt and output that a verify's tree may fill
+_CONTEXT_MARGIN = 8
+
+
+def write_study_best(
+    path: Path, plan: Plan, view: StudyView, store: Store, outcome: Outcome
+) -> tuple[Path, ...]:
+    """Write the best configuration of a study by load level, with its evidence.
+
+    Raises ``UserError`` when no configuration was measured at every level yet.
+    """
+    history = History.read(store, view.id)
+    baseline = history.baseline
+    if baseline is None or not baseline.complete(plan.study.workload.concurrency):
+        raise UserError(
+            f"study {view.name}: the baseline is not measured yet; go on with "
+            f"`autotune study resume {view.name}`"
+        )
+    predictions = store.predictions(view.id)
+    candidates = [
+        _level_best(result, baseline, level, outcome, _first(predictions, result, level))
+        for result in history.by_knobs.values()
+        for level in plan.study.workload.concurrency
+        if result.complete((level,))
+    ]
+    levels = choose_levels(_preferred(candidates, outcome, plan))
+    provenance = _provenance(store, history, levels)
+    floors = store.noise_floors(view.id)
+    evidence = Evidence(
+        study_id=str(view.id),
+        machine_fingerprint=_fingerprint(provenance, plan),
+        noise_floor=max((floor.rel_floor for floor in floors.values()), default=None),
+        database=store.engine.url.render_as_string(hide_password=True),
+        commit=None if provenance is None else provenance.commit,
+        config_hash=None if provenance is None else provenance.config_hash,
+    )
+    return write_best(path, plan.study, levels, _options(provenance, plan), evidence)
+
+
+def _preferred(candidates: list[LevelBest], outcome: Outcome, plan: Plan) -> list[LevelBest]:
+    """Where the outcome does not show that anything beats the baseline, the baseline stays."""
+    winners = {
+        level.concurrency: level.knobs.id for level in outcome.levels if level.beats_baseline
+    }
+    kept = [
+        candidate
+        for candidate in candidates
+        if candidate.knobs.id == winners.get(candidate.concurrency, plan.baseline.id)
+    ]
+    try:
+        choose_levels(kept)
+    except ValueError:
+        # the winners of the levels need different starts: let the export weigh whole groups
+        return candidates
+    return kept
+
+
+def _level_best(
+    result: KnobsResult,
+    baseline: KnobsResult,
+    level: int,
+    outcome: Outcome,
+    predicted: Prediction | None,
+) -> LevelBest:
+    metric = "tokens_per_s"
+    measured, base = result.summary(level, metric), baseline.summary(level, metric)
+    assert measured is not None
+    assert base is not None
+    final = next(
+        (o for o in outcome.levels if o.concurrency == level and o.knobs.id == result.knobs.id),
+        None,
+    )
+    if final is not None and final.interleaved and outcome.metric.name == metric:
+        measured, base = final.best, final.baseline
+    accepted = [r.accept_length for r in result.repeats[level] if r.accept_length is not None]
+    return LevelBest(
+        concurrency=level,
+        knobs=result.knobs,
+        trial=result.trials[0].number,
+        measured=_throughput(measured),
+        baseline=_throughput(base),
+        baseline_trial=baseline.trials[0].number,
+        output_check=result.output_check(level),
+        accept_length=sum(accepted) / len(accepted) if accepted else None,
+        predicted_tokens_per_s=None if predicted is None else predicted.tokens_per_s.median,
+        verdict="undecided" if final is None else final.verdict,
+    )
+
+
+def _throughput(summary: Summary) -> Throughput:
+    return Throughput(
+        tokens_per_s=summary.median, low=summary.low, high=summary.high, num_repeats=summary.n
+    )
+
+
+def _first(
+    predictions: dict[int, dict[int, Prediction]], result: KnobsResult, level: int
+) -> Prediction | None:
+    for trial in result.trials:
+        if level in predictions.get(trial.id, {}):
+            return predictions[trial.id][level]
+    return None
+
+
+def _provenance(store: Store, history: History, levels: tuple[LevelBest, ...]) -> Provenance | None:
+    wanted = {level.knobs.id for level in levels}
+    for trial in history.trials:
+        if trial.knobs.id in wanted and trial.state == "complete":
+            found = store.provenance(trial.id)
+            if found is not None:
+                return found
+    return None
+
+
+def _fingerprint(provenance: Provenance | None, plan: Plan) -> str:
+    if provenance is not None and provenance.machine_fingerprint:
+        return provenance.machine_fingerprint
+    return plan.machine.fingerprint
+
+
+def _options(provenance: Provenance | None, plan: Plan) -> LaunchOptions:
+    """What the backend resolved; a backend that starts no engine leaves it to the machine."""
+    engine: dict[str, Any] = {}
+    if provenance is not None and isinstance(provenance.config.get("engine"), dict):
+        engine = dict(provenance.config["engine"])  # type: ignore[call-overload]
+    gpu = plan.machine.num_gpus > 0
+    spec = plan.study.workload
+    host = engine.get("host") or {}
+    return LaunchOptions(
+        device=engine.get("device") or ("cuda" if gpu else "cpu"),
+        dtype=engine.get("dtype") or ("bfloat16" if gpu else "float32"),
+        max_context=engine.get("max_context") or spec.input_len + spec.output_len + _CONTEXT_MARGIN,
+        timeout_s=float(engine.get("timeout_s") or 300.0),
+        threads=host.get("threads"),
+    )

@@ -1,0 +1,83 @@
+"""The ``autotune`` command: a sub-command's module is imported only for its own command.
+
+``main`` turns every ``AutotuneError`` into one line on stderr and its exit code.
+"""
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+
+import typer
+
+from autotune.errors import AutotuneError
+
+#: command -> ("module:attribute", one-line help); a ``typer.Typer`` has sub-commands, a function is
+#: a command itself
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "study": ("autotune.cli.study:app", "Start, resume, stop and read studies."),
+    "predict": (
+        "autotune.cli.predict:predict",
+        "Predict knobs, or rank a study, without measuring.",
+    ),
+}
+
+#: exit code after Ctrl-C, as shells report it
+INTERRUPTED = 130
+
+#: the error class of the click that typer uses (its own copy in newer releases)
+_CommandLineError: type[Exception] = next(
+    cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException"
+)
+
+
+def build_app(arguments: Sequence[str]) -> typer.Typer:
+    """The command line for ``arguments``; other sub-commands are named but not imported."""
+    app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+    app.callback()(_root)
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    for name, (target, help_text) in COMMANDS.items():
+        if name == chosen:
+            module_name, _, attribute = target.partition(":")
+            found = getattr(importlib.import_module(module_name), attribute)
+            if isinstance(found, typer.Typer):
+                app.add_typer(found, name=name, help=help_text)
+            else:
+                app.command(name)(found)
+        else:
+            app.command(name, help=help_text)(_unused)
+    return app
+
+
+def _root() -> None:
+    """Finds the fastest way to serve a Mixture-of-Experts model with EAGLE-3, and says why."""
+
+
+def _unused() -> None:
+    """Stands for a sub-command that this call does not use."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; exits with 2 for mistakes of the user, 1 for failures."""
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        command = typer.main.get_command(build_app(words))
+        code = command.main(args=words, prog_name="autotune", standalone_mode=False)
+    except AutotuneError as error:
+        for line in str(error).splitlines():
+            print(f"autotune: {line}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except _CommandLineError as error:
+        error.show()  # type: ignore[attr-defined]
+        sys.exit(2)
+    except (typer.Abort, KeyboardInterrupt):
+        print("autotune: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        # the reader of our output has gone (| head); nobody is left to tell
+        sys.stderr.close()
+        sys.exit(0)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""``autotune predict``: what the model expects, without measuring anything."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from autotune.cli.common import JsonOption, print_json, stdout
+from autotune.errors import UserError
+from autotune.knob_values import parse_dimension
+from autotune.plan import Plan, make_plan
+from autotune.space import baseline_knobs, build_space
+from autotune.store.codec import prediction_to_json
+from autotune.study_file import load_study, parse_study
+from model.spec import Knobs, Prediction, Scalar
+
+#: knobs that are ranked; larger spaces are sampled
+_RANKED = 50_000
+
+
+def predict(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="STUDY|KNOB=VALUE...",
+            help="A study file, knobs such as speculation.steps=3, or both.",
+        ),
+    ],
+    target: Annotated[
+        str | None, typer.Option(help="Without a study: a shape's name or a model folder.")
+    ] = None,
+    machine: Annotated[str, typer.Option(help="Without a study: a machine file.")] = "auto",
+    concurrency: Annotated[int, typer.Option(help="Without a study.")] = 1,
+    input_len: Annotated[int, typer.Option(help="Without a study.")] = 1000,
+    output_len: Annotated[int, typer.Option(help="Without a study.")] = 256,
+    top: Annotated[int, typer.Option(help="How many knobs of a study to show.")] = 10,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict knobs term by term, or rank all knobs of a study.
+
+    The constants are the priors of the machine; a study's own calibration is used by the study.
+    """
+    assignments = [word for word in what if "=" in word]
+    files = [word for word in what if "=" not in word]
+    if len(files) > 1:
+        raise UserError(f"predict takes one study file, got {', '.join(files)}")
+    if files:
+        plan = make_plan(load_study(Path(files[0])))
+    else:
+        if target is None:
+            raise UserError("predict needs a study file, or --target SHAPE with knobs")
+        plan = _bare_plan(target, machine, concurrency, input_len, output_len)
+    if assignments:
+        _show_knobs(plan, _knobs(plan, assignments), as_json)
+    else:
+        _show_ranking(plan, top, as_json)
+
+
+def _bare_plan(
+    target: str, machine: str, concurrency: int, input_len: int, output_len: int
+) -> Plan:
+    """A plan for knobs that come without a study."""
+    is_folder = Path(target).is_dir()
+    model = {"path": target} if is_folder else {"shape": target, "weights": "random"}
+    draft = {"shape": Path(target).name, "weights": "random"}
+    study = {
+        "name": "predict",
+        "machine": machine,
+        "target": model,
+        "draft": draft,
+        "workload": {
+            "prompts": "builtin:code",
+            "input_len": input_len,
+            "output_len": output_len,
+            "concurrency": [concurrency],
+        },
+        "backend": {"kind": "sim"},
+        "space": {"speculation.method": ["off", "eagle3"], "speculation.steps": [1]},
+        "budget": {"measured_trials": 1},
+    }
+    return make_plan(parse_study(yaml.safe_dump(study), "command line", Path.cwd()))
+
+
+def _knobs(plan: Plan, assignments: list[str]) -> Knobs:
+    """The study's baseline with the given knobs set; a chain unless said otherwise."""
+    given: dict[str, Scalar] = {}
+    for word in assignments:
+        name, _, text = word.partition("=")
+        value = yaml.safe_load(text) if text not in ("off", "on", "yes", "no") else text
+        try:
+            (given[name],) = parse_dimension(name, value)
+        except ValueError as error:
+            raise UserError(f"{name}: {error}") from None
+    if "speculation.method" not in given and any(n.startswith("speculation.") for n in given):
+        given["speculation.method"] = "eagle3"
+    listed = {name: (value,) for name, value in given.items()}
+    space = build_space(listed, plan.machine, plan.model.target.head_problem)
+    base = baseline_knobs(space, listed).values()
+    knobs = space.at(0).values()
+    return Knobs.of({**base, **knobs})
+
+
+def _show_knobs(plan: Plan, knobs: Knobs, as_json: bool) -> None:
+    predictions = plan.model.predict(knobs)
+    if as_json:
+        print_json(
+            {
+                "knobs": knobs.values(),
+                "levels": [
+                    {"concurrency": level, **prediction_to_json(prediction)}
+                    for level, prediction in predictions.items()
+                ],
+            }
+        )
+        return
+    from rich.table import Table
+
+    screen = stdout()
+    for level, prediction in predictions.items():
+        screen.print(f"{knobs.label()} at concurrency {level}", soft_wrap=True)
+        table = Table("term", "ms per cycle (90 %)", "speed of light, ms")
+        for name, term in prediction.terms_ms.items():
+            bound = prediction.speed_of_light_ms.get(name)
+            shown = "–" if bound is None else f"{bound:.3f}"
+            table.add_row(name, f"{term.median:.3f} ({term.low:.3f}–{term.high:.3f})", shown)
+        cycle = prediction.cycle_ms
+        table.add_row("cycle", f"{cycle.median:.3f} ({cycle.low:.3f}–{cycle.high:.3f})", "")
+        screen.print(table)
+        _print_summary(screen, prediction)
+
+
+def _print_summary(screen: Any, prediction: Prediction) -> None:
+    speed, accepted = prediction.tokens_per_s, prediction.accept_length
+    screen.print(
+        f"{speed.median:.1f} tok/s (90 %: {speed.low:.1f}–{speed.high:.1f}), accept length "
+        f"{accepted.median:.2f} ({accepted.low:.2f}–{accepted.high:.2f}), "
+        f"{prediction.memory_gib_per_gpu:.2f} GiB per rank",
+        soft_wrap=True,
+    )
+    if not prediction.feasible:
+        screen.print(f"does not fit: {prediction.infeasible_reason}", soft_wrap=True)
+    for item in prediction.inert:
+        screen.print(f"inert: {item.knob}: {item.reason}", soft_wrap=True)
+
+
+def _show_ranking(plan: Plan, top: int, as_json: bool) -> None:
+    """The best predicted knobs of a study at each level."""
+    pool = plan.space.sample(_RANKED, plan.study.seed)
+    levels: list[dict[str, Any]] = []
+    for level, workload in plan.workloads.items():
+        many = plan.model.predictor.predict_many(pool, workload)
+        rows = [plan.model.predictor.predict(pool[int(i)], workload) for i in many.best(top)]
+        base = plan.model.predictor.predict(plan.baseline, workload)
+        levels.append({"concurrency": level, "baseline": base, "best": rows})
+    if as_json:
+        print_json(
+            {
+                "study": plan.study.name,
+                "num_possible": plan.space.size,
+                "num_ranked": len(pool),
+                "levels": [
+                    {
+                        "concurrency": entry["concurrency"],
+                        "baseline_tokens_per_s": entry["baseline"].tokens_per_s.median,
+                        "best": [
+                            {"knobs": p.knobs.values(), **prediction_to_json(p)}
+                            for p in entry["best"]
+                        ],
+                    }
+                    for entry in levels
+                ],
+            }
+        )
+        return
+    from rich.table import Table
+
+    screen = stdout()
+    screen.print(f"{plan.space.size} possible configurations, {len(pool)} ranked")
+    for entry in levels:
+        base = entry["baseline"].tokens_per_s
+        table = Table(title=f"concurrency {entry['concurrency']}", title_justify="left")
+        table.add_column("predicted tok/s (90 %)", justify="right")
+        table.add_column("× baseline", justify="right")
+        table.add_column("accept length", justify="right")
+        table.add_column("knobs")
+        for prediction in (entry["baseline"], *entry["best"]):
+            speed = prediction.tokens_per_s
+            table.add_row(
+                f"{speed.median:.1f} ({speed.low:.1f}–{speed.high:.1f})",
+                f"{speed.median / base.median:.2f}",
+                f"{prediction.accept_length.median:.2f}",
+                prediction.knobs.label(),
+            )
+        screen.print(table)

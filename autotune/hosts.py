@@ -1,0 +1,132 @@
+"""The machine of a study: its file, or this host."""
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from autotune.errors import UserError
+from autotune.schemas import Study
+from model.machine import Machine, load_machine
+
+_COPY_BYTES = 64 * 2**20
+_COPIES = 5
+
+
+def study_machine(study: Study) -> Machine:
+    """The machine file that a study names, or this host for ``auto``.
+
+    Raises ``UserError`` for a file that can't be used, or a GPU host that has to be probed first.
+    """
+    if study.machine != "auto":
+        try:
+            return load_machine(study.machine)
+        except ValueError as error:
+            raise UserError(f"machine: {error}") from None
+    if study.backend.args.get("device") != "cpu" and _has_nvidia_gpu():
+        raise UserError(
+            "machine: auto describes CPU hosts only and this host has a GPU; run `autotune probe "
+            "-o machine.yaml` and write machine: machine.yaml (or backend.args.device: cpu)"
+        )
+    return cpu_machine()
+
+
+def cpu_machine() -> Machine:
+    """This host without its GPUs: sockets, cores, and the memory rate that a copy reaches."""
+    sockets = _num_sockets()
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    rate = round(copy_gb_per_s(), 2)
+    nodes = [
+        node
+        for index in range(sockets)
+        for node in (
+            {"id": f"socket{index}", "kind": "socket"},
+            {"id": f"memory{index}", "kind": "host_memory"},
+        )
+    ]
+    links = [
+        {
+            "a": f"socket{index}",
+            "b": f"memory{index}",
+            "kind": "memory",
+            "gb_per_s": rate,
+            "latency_us": 0.1,
+        }
+        for index in range(sockets)
+    ]
+    links += [
+        {
+            "a": "socket0",
+            "b": f"socket{index}",
+            "kind": "socket",
+            "gb_per_s": rate,
+            "latency_us": 0.2,
+        }
+        for index in range(1, sockets)
+    ]
+    values = {
+        "name": "this-host-cpu",
+        "gpu": None,
+        "cpu": {
+            "vendor": _vendor(),
+            "model": _cpu_field("model name") or "unknown",
+            "sockets": sockets,
+            "cores_per_socket": max(1, cores // sockets),
+        },
+        "topology": {"nodes": nodes, "links": links},
+        "p2p": {"possible": False},
+        "software": {"nccl_version": None},
+        "sources": {
+            "cpu": "/proc/cpuinfo and psutil on this host",
+            "topology": f"one memory per socket; rate: best of {_COPIES} copies of 64 MiB by numpy",
+            "p2p": "no GPU is used",
+            "software": "no NCCL: gloo carries the all-reduce",
+        },
+        "measured": {"dram_gb_per_s": rate},
+    }
+    return Machine.from_dict(values, where="this host")
+
+
+def copy_gb_per_s() -> float:
+    """GB/s (10^9 bytes, read + written) of the best of a few 64 MiB copies on one core."""
+    source = np.ones(_COPY_BYTES // 8)
+    target = np.empty_like(source)
+    best = float("inf")
+    for _ in range(_COPIES):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        best = min(best, time.perf_counter() - start)
+    return 2 * _COPY_BYTES / best / 1e9
+
+
+def _has_nvidia_gpu() -> bool:
+    return any(Path("/proc/driver/nvidia/gpus").glob("*"))
+
+
+def _num_sockets() -> int:
+    ids = set()
+    for file in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/physical_package_id"):
+        try:
+            ids.add(file.read_text().strip())
+        except OSError:
+            continue
+    return max(1, len(ids))
+
+
+def _vendor() -> str:
+    text = (_cpu_field("vendor_id") or "").lower()
+    return "intel" if "intel" in text else "amd" if "amd" in text else "other"
+
+
+def _cpu_field(name: str) -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return None

@@ -1,0 +1,224 @@
+"""What a study found: best knobs by level against the baseline, and what supports it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autotune.history import History, KnobsResult
+from autotune.schemas import Study
+from autotune.search import Goal
+from autotune.statistics import Ratio, Summary, Verdict, median_ratio, paired_ratio, summarise
+from autotune.store.store import Store
+from autotune.store.views import NoiseFloor, TrialView
+from model.spec import Knobs, Prediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelOutcome:
+    """One concurrency: the best knobs and the baseline, measured."""
+
+    concurrency: int
+    knobs: Knobs
+    trial: int
+    best: Summary
+    baseline_trial: int
+    baseline: Summary
+    #: best / baseline in the sense of "faster"; None when the baseline itself is best
+    ratio: Ratio | None
+    #: the ratio comes from repeats taken in turns, not from pooled ones
+    interleaved: bool
+    verdict: Verdict
+    noise_floor: float | None
+    output_check: str
+    accept_length: float | None
+    predicted: Prediction | None
+
+    @property
+    def beats_baseline(self) -> bool:
+        """Whether speculation (or another setting) is shown to be faster than the baseline."""
+        return self.verdict == "faster"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The answer of a study so far."""
+
+    study: str
+    metric: Goal
+    levels: tuple[LevelOutcome, ...]
+    num_search_trials: int
+    num_failed: int
+    num_repeats: int
+    #: why the study ended
+    ended: str
+
+    @property
+    def anything_won(self) -> bool:
+        """Whether any level beats the baseline."""
+        return any(level.beats_baseline for level in self.levels)
+
+    def verdict(self) -> str:
+        """One honest sentence."""
+        won = [level.concurrency for level in self.levels if level.beats_baseline]
+        if not self.levels:
+            return "no level has a measured baseline and a measured alternative yet"
+        if not won:
+            undecided = any(level.verdict == "undecided" for level in self.levels)
+            if undecided:
+                return "nothing is shown to beat the baseline: the differences are inside the noise"
+            return "nothing beats the baseline (plain decoding) here"
+        if len(won) == len(self.levels):
+            return "the best configuration beats the baseline at every concurrency measured"
+        rest = [level.concurrency for level in self.levels if not level.beats_baseline]
+        return (
+            f"the best configuration beats the baseline at concurrency {_join(won)}, "
+            f"nothing does at {_join(rest)}"
+        )
+
+
+def goal_of(study: Study) -> Goal:
+    """The first metric decides; further ones make the Pareto front that Optuna keeps."""
+    name, direction = study.objective.metrics[0]
+    return Goal(name=name, maximize=direction == "maximize")
+
+
+def leaders(
+    history: History, study: Study, limit_to: frozenset[str] | None = None
+) -> dict[int, KnobsResult]:
+    """Concurrency -> the best complete knobs there, by median of the deciding metric."""
+    goal = goal_of(study)
+    found: dict[int, KnobsResult] = {}
+    for level in study.workload.concurrency:
+        best_score = -math.inf
+        for knobs_id, result in history.by_knobs.items():
+            if limit_to is not None and knobs_id not in limit_to:
+                continue
+            summary = result.summary(level, goal.name)
+            if summary is None or not result.complete((level,)):
+                continue
+            if study.constraints.lossless and result.output_check(level) == "incorrect":
+                continue
+            score = goal.log_gain(summary.median)
+            if score > best_score:
+                best_score, found[level] = score, result
+    return found
+
+
+def conclude(store: Store, study_id: int, study: Study, ended: str) -> Outcome:
+    """Read everything and say what it shows."""
+    history = History.read(store, study_id)
+    floors = store.noise_floors(study_id)
+    predictions = store.predictions(study_id)
+    levels = []
+    baseline = history.baseline
+    chosen = _finalists(history) or leaders(history, study)
+    for level in study.workload.concurrency:
+        best = chosen.get(level) or leaders(history, study).get(level)
+        if best is not None and baseline is not None and baseline.values(level):
+            levels.append(_level(history, study, best, baseline, level, floors, predictions))
+    return Outcome(
+        study=study.name,
+        metric=goal_of(study),
+        levels=tuple(levels),
+        num_search_trials=history.num_search_trials,
+        num_failed=sum(trial.state == "failed" for trial in history.trials),
+        num_repeats=len(history.repeats),
+        ended=ended,
+    )
+
+
+def _finalists(history: History) -> dict[int, KnobsResult]:
+    """Concurrency -> knobs that the final comparison was made for at that level."""
+    found: dict[int, KnobsResult] = {}
+    for trial in history.of_role("final"):
+        if trial.state != "complete" or not trial.origin.startswith("final: best at "):
+            continue
+        for level in trial.origin.removeprefix("final: best at ").split(","):
+            found[int(level)] = history.by_knobs[trial.knobs.id]
+    return found
+
+
+def _level(
+    history: History,
+    study: Study,
+    best: KnobsResult,
+    baseline: KnobsResult,
+    level: int,
+    floors: Mapping[int, NoiseFloor],
+    predictions: Mapping[int, Mapping[int, Prediction]],
+) -> LevelOutcome:
+    goal = goal_of(study)
+    floor = floors[level].rel_floor if level in floors else None
+    arms = _final_arms(history, best.knobs, level, goal)
+    same = best.knobs.id == baseline.knobs.id
+    best_summary, base_summary = best.summary(level, goal.name), baseline.summary(level, goal.name)
+    assert best_summary is not None
+    assert base_summary is not None
+    ratio: Ratio | None = None
+    if not same:
+        first, second = arms or (best.values(level, goal.name), baseline.values(level, goal.name))
+        if not goal.maximize:
+            first, second = second, first
+        ratio = paired_ratio(first, second) if arms else median_ratio(first, second)
+    if arms:
+        # the repeats that made it the best flatter it; those taken afterwards do not
+        best_summary, base_summary = summarise(arms[0]), summarise(arms[1])
+    verdict: Verdict = "same" if ratio is None else ratio.verdict(floor or 0.0)
+    if arms is None and verdict in ("faster", "slower"):
+        # only repeats taken in turns support such a claim
+        verdict = "undecided"
+    accepted = [row.accept_length for row in best.repeats[level] if row.accept_length is not None]
+    predicted = _first_prediction(best.trials, level, predictions)
+    return LevelOutcome(
+        concurrency=level,
+        knobs=best.knobs,
+        trial=_main_trial(best).number,
+        best=best_summary,
+        baseline_trial=_main_trial(baseline).number,
+        baseline=base_summary,
+        ratio=ratio,
+        interleaved=arms is not None,
+        verdict=verdict,
+        noise_floor=floor,
+        output_check=best.output_check(level),
+        accept_length=sum(accepted) / len(accepted) if accepted else None,
+        predicted=predicted,
+    )
+
+
+def _final_arms(
+    history: History, knobs: Knobs, level: int, goal: Goal
+) -> tuple[list[float], list[float]] | None:
+    """Repeats of the last final comparison of ``knobs``: its own and the baseline's, paired."""
+    finals = [trial for trial in history.of_role("final") if trial.state == "complete"]
+    ours = [trial for trial in finals if trial.knobs.id == knobs.id]
+    for trial in reversed(ours):
+        partner = next((t for t in finals if t.origin == f"final: against {trial.number}"), None)
+        if partner is None:
+            continue
+        first = history.trial_values(trial.id, level, goal.name)
+        second = history.trial_values(partner.id, level, goal.name)
+        n = min(len(first), len(second))
+        if n >= 2:
+            return first[:n], second[:n]
+    return None
+
+
+def _main_trial(result: KnobsResult) -> TrialView:
+    """The complete trial that best stands for knobs: its first one."""
+    complete = [trial for trial in result.trials if trial.state == "complete"]
+    return (complete or list(result.trials))[0]
+
+
+def _first_prediction(
+    trials: tuple[TrialView, ...], level: int, predictions: Mapping[int, Mapping[int, Prediction]]
+) -> Prediction | None:
+    """The prediction stored with the first trial: made before anything of it was measured."""
+    for trial in trials:
+        if level in predictions.get(trial.id, {}):
+            return predictions[trial.id][level]
+    return None
+
+
+def _join(levels: list[int]) -> str:
+    return ", ".join(map(str, levels))

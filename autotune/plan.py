@@ -1,0 +1,66 @@
+"""From a study file to everything that the loop needs before the first measurement."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.hosts import study_machine
+from autotune.modelling import StudyModel
+from autotune.schemas import Study
+from autotune.space import Space, baseline_knobs, build_space
+from autotune.store.store import Store
+from autotune.store.views import StudyView
+from autotune.study_file import LoadedStudy, parse_study
+from autotune.workloads import study_workloads
+from model.machine import Machine
+from model.spec import Knobs, Workload
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A study with everything resolved that it needs before the first measurement."""
+
+    study: Study
+    base_dir: Path
+    machine: Machine
+    workloads: Mapping[int, Workload]
+    model: StudyModel
+    space: Space
+    baseline: Knobs
+
+
+def make_plan(loaded: LoadedStudy, machine: Machine | None = None) -> Plan:
+    """Check and resolve a study; raises ``UserError`` for what can't work."""
+    study = loaded.study
+    host = machine or study_machine(study)
+    workloads = study_workloads(study)
+    model = StudyModel(study, host, workloads)
+    space = build_space(study.space, host, model.target.head_problem)
+    return Plan(
+        study=study,
+        base_dir=loaded.base_dir,
+        machine=host,
+        workloads=workloads,
+        model=model,
+        space=space,
+        baseline=baseline_knobs(space, study.space),
+    )
+
+
+def create_study(loaded: LoadedStudy, plan: Plan, store: Store) -> StudyView:
+    """Store a new study. Raises ``UserError`` when the name is taken."""
+    return store.add_study(
+        name=plan.study.name,
+        text=loaded.source.text,
+        label=loaded.source.label,
+        base_dir=loaded.base_dir,
+        machine=plan.machine.to_dict(),
+        workloads=plan.workloads,
+    )
+
+
+def stored_plan(view: StudyView) -> Plan:
+    """The plan of a stored study: its file as it was, and the machine it was started on."""
+    loaded = parse_study(view.text, view.label, view.base_dir, view.name)
+    machine = None if view.machine is None else Machine.from_dict(view.machine)
+    return make_plan(loaded, machine)

@@ -1,0 +1,156 @@
+"""Gaussian process over measured knobs: corrects the model where measurements disagree with it.
+
+Two processes are fitted to log tok/s: one on the residual to the prediction, one that ignores the
+prediction. Their leave-one-out predictive densities weigh them, so that a model that misleads
+loses its say (reference/speculation.md 2.3, findings 1 and 4).
+Legend: N measured knobs, M candidates, F features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import cho_factor, cho_solve
+from scipy.stats import norm
+
+from model.spec import Knobs, Scalar
+
+Array = NDArray[np.float64]
+
+_LENGTHS = (0.5, 1.0, 2.0, 4.0)
+#: prior standard deviations of the process, in log tok/s
+_RESIDUAL_SCALES = (0.03, 0.08, 0.2)
+_PLAIN_SCALES = (0.1, 0.25, 0.6)
+_MIN_NOISE = 0.003
+
+
+def encode(knobs_list: Sequence[Knobs]) -> Array:
+    """Features of knobs, [N, F]: log2 for numbers, one column per text value, 0/1 for flags."""
+    rows = [knobs.values() for knobs in knobs_list]
+    names = sorted({name for row in rows for name in row})
+    columns: list[list[float]] = []
+    for name in names:
+        values: list[Scalar | None] = [row.get(name) for row in rows]
+        if any(isinstance(value, str) for value in values):
+            # sqrt(1/2) a column makes two different words one unit apart
+            for word in sorted({str(value) for value in values}):
+                columns.append([float(str(value) == word) * 0.5**0.5 for value in values])
+            continue
+        numbers = [0.0 if value is None else np.log2(1.0 + float(value)) for value in values]
+        columns.append(numbers)
+        if any(value is None for value in values):
+            columns.append([float(value is None) for value in values])
+    matrix = np.asarray(columns, dtype=float).T.reshape(len(rows), -1)
+    return matrix[:, np.ptp(matrix, axis=0) > 0] if len(rows) else matrix
+
+
+@dataclass(frozen=True)
+class Belief:
+    """Mean and standard deviation of log tok/s of each candidate, [M]."""
+
+    mean: Array
+    sd: Array
+
+    def expected_improvement(self, best: float) -> Array:
+        """Mean gain over ``best`` (log tok/s), counting losses as nothing."""
+        gap = self.mean - best
+        z = gap / self.sd
+        gain: Array = gap * norm.cdf(z) + self.sd * norm.pdf(z)
+        return gain
+
+
+@dataclass(frozen=True)
+class _Fit:
+    mean: Array
+    sd: Array
+    #: mean leave-one-out log predictive density
+    score: float
+
+
+def believe(
+    features_MF: Array,
+    measured_N: Sequence[int],
+    log_values_N: Array,
+    log_sd_N: Array,
+    log_predicted_M: Array | None,
+    prior_sd_M: Array | None = None,
+) -> Belief:
+    """Belief about every candidate from those measured.
+
+    ``measured_N`` are rows of ``features_MF``; ``log_sd_N`` the standard errors of the measured
+    values. Without measurements the prediction is returned with its own spread.
+    """
+    num = len(features_MF)
+    spread = prior_sd_M if prior_sd_M is not None else np.full(num, 0.15)
+    if not len(measured_N):
+        centre = log_predicted_M if log_predicted_M is not None else np.zeros(num)
+        return Belief(mean=centre, sd=np.maximum(spread, 0.01))
+    rows = np.asarray(measured_N, dtype=int)
+    noise = np.maximum(log_sd_N, _MIN_NOISE)
+    plain = _fit(features_MF, rows, log_values_N, noise, _PLAIN_SCALES)
+    if log_predicted_M is None:
+        return Belief(mean=plain.mean, sd=plain.sd)
+    residual_N = log_values_N - log_predicted_M[rows]
+    informed = _fit(features_MF, rows, residual_N, noise, _RESIDUAL_SCALES)
+    informed = _Fit(log_predicted_M + informed.mean, informed.sd, informed.score)
+    if len(rows) < 4:
+        return Belief(mean=informed.mean, sd=informed.sd)
+    evidence = np.array([informed.score, plain.score]) * len(rows)
+    weights = np.exp(evidence - evidence.max())
+    weights /= weights.sum()
+    mean = weights[0] * informed.mean + weights[1] * plain.mean
+    second = weights[0] * (informed.sd**2 + informed.mean**2)
+    second += weights[1] * (plain.sd**2 + plain.mean**2)
+    return Belief(mean=mean, sd=np.sqrt(np.maximum(second - mean**2, 1e-8)))
+
+
+def _fit(
+    features_MF: Array,
+    rows: NDArray[np.int_],
+    values_N: Array,
+    noise_N: Array,
+    scales: tuple[float, ...],
+) -> _Fit:
+    """Process with the length and scale of the best marginal likelihood; mean is estimated."""
+    x_N = features_MF[rows]
+    best: tuple[float, float, float] | None = None
+    for length in _LENGTHS:
+        shape = _matern(x_N, x_N, length)
+        for scale in scales:
+            likelihood = _log_likelihood(scale**2 * shape, values_N, noise_N)
+            if best is None or likelihood > best[0]:
+                best = (likelihood, length, scale)
+    assert best is not None
+    _, length, scale = best
+    covariance = scale**2 * _matern(x_N, x_N, length) + np.diag(noise_N**2)
+    factor = cho_factor(covariance, lower=True)
+    inverse = cho_solve(factor, np.eye(len(rows)))
+    ones = np.ones(len(rows))
+    # generalised least squares mean, shrunk to the plain average by nothing: it is the constant
+    centre = float(ones @ inverse @ values_N) / float(ones @ inverse @ ones)
+    alpha = inverse @ (values_N - centre)
+    cross = scale**2 * _matern(features_MF, x_N, length)
+    mean = centre + cross @ alpha
+    variance = scale**2 - np.einsum("mn,nk,mk->m", cross, inverse, cross)
+    variance += 1.0 / float(ones @ inverse @ ones)
+    diagonal = np.diag(inverse)
+    loo_error, loo_variance = alpha / diagonal, 1.0 / diagonal
+    score = float(np.mean(-0.5 * (np.log(2 * np.pi * loo_variance) + loo_error**2 / loo_variance)))
+    return _Fit(mean=mean, sd=np.sqrt(np.maximum(variance, 1e-8)), score=score)
+
+
+def _log_likelihood(covariance: Array, values: Array, noise: Array) -> float:
+    total = covariance + np.diag(noise**2)
+    factor = cho_factor(total, lower=True)
+    centred = values - values.mean()
+    quadratic = float(centred @ cho_solve(factor, centred))
+    return -0.5 * quadratic - float(np.log(np.diag(factor[0])).sum())
+
+
+def _matern(a_MF: Array, b_NF: Array, length: float) -> Array:
+    """Matérn 5/2 correlation, [M, N]."""
+    squared = (a_MF**2).sum(1)[:, None] + (b_NF**2).sum(1)[None, :] - 2.0 * a_MF @ b_NF.T
+    r = np.sqrt(5.0 * np.maximum(squared, 0.0)) / length
+    matern: Array = (1.0 + r + r**2 / 3.0) * np.exp(-r)
+    return matern

@@ -1,0 +1,365 @@
+"""The loop of a study: baseline and A/A, then predict, pick, measure, calibrate; then the verdict.
+
+Everything is in the database; a run holds nothing that a resume could not read back. Several
+processes may run one study at once: they take work through unique claims.
+"""
+
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from autotune.backends.base import Backend, BackendContext
+from autotune.backends.registry import create_backend
+from autotune.claims import Claims
+from autotune.errors import AutotuneError, UserError
+from autotune.history import History
+from autotune.ledger import Ledger
+from autotune.measuring import Bench, StopRequestedError
+from autotune.modelling import StudyModel
+from autotune.outcome import Outcome, conclude, goal_of, leaders
+from autotune.plan import Plan
+from autotune.progress import Progress
+from autotune.records import Failure, Measurement
+from autotune.schemas import Study
+from autotune.search import Forecast, Proposal, Search
+from autotune.statistics import noise_floor
+from autotune.stopping import Heartbeat, StopFlag
+from autotune.store.store import Store
+from autotune.store.views import NoiseFloor, StudyView, TrialView
+from autotune.store.workers import is_alive, worked_s
+from autotune.trial_values import objective_values
+from model.spec import Knobs
+
+#: pairs of an A/A or final comparison: enough for a two-sided test, if max_repeats allows
+_MIN_PAIRS, _PAIRS = 3, 6
+#: a trial whose worker died this often is failed instead of tried again
+_MAX_ATTEMPTS = 3
+_POLL_S = 1.0
+
+
+class StudyRun:
+    """One process at work on one study."""
+
+    def __init__(
+        self, plan: Plan, view: StudyView, store: Store, progress: Progress, flag: StopFlag
+    ) -> None:
+        self.plan, self.view, self.store = plan, view, store
+        self.progress, self.flag = progress, flag
+        self.study, self.model = plan.study, plan.model
+        self.ledger = Ledger(store.url, plan.study, plan.space, plan.baseline)
+        self.worker_id = store.add_worker(view.id)
+        self._trial_seconds: list[float] = []
+
+    def run(self) -> Outcome:
+        """Work until the budget is spent, the space is measured, or somebody stops the study.
+
+        Raises ``UserError`` or ``AutotuneError`` when the baseline can't be measured.
+        """
+        self.store.set_state(self.view.id, "running", stop_requested=False)
+        self.store.add_event(self.view.id, "session", {"worker": self.worker_id})
+        log_dir = Path.cwd() / "autotune-logs" / self.study.name
+        context = BackendContext(
+            study=self.study,
+            study_dir=self.plan.base_dir,
+            machine=self.plan.machine,
+            predictor=self.model.predictor,
+            log_dir=log_dir,
+        )
+        state = "failed"
+        backend: Backend | None = None
+        try:
+            with Heartbeat(self.store, self.view.id, self.worker_id, self.flag):
+                backend = create_backend(self.study.backend.kind, context)
+                ended = self._work(backend)
+                state = "stopped" if ended.startswith("stopped") else "finished"
+        finally:
+            try:
+                if backend is not None:
+                    backend.close()
+            finally:
+                if state != "finished" or not self._others_alive():
+                    self.store.set_state(self.view.id, state)
+                self.store.heartbeat(self.worker_id, ended=True)
+        outcome = conclude(self.store, self.view.id, self.study, ended)
+        return outcome
+
+    # the three parts
+
+    def _work(self, backend: Backend) -> str:
+        """References, exploration, final comparison; why it ended."""
+        history = History.read(self.store, self.view.id)
+        taken: dict[tuple[str, int], int] = {}
+        for row in history.repeats:
+            key = (row.knobs_id, row.concurrency)
+            taken[key] = taken.get(key, 0) + 1
+        self.bench = Bench(
+            backend=backend,
+            store=self.store,
+            study_id=self.view.id,
+            workloads=self.plan.workloads,
+            measure=self.study.measure,
+            check_stop=self.flag.check,
+            on_repeat=self._on_repeat,
+            num_taken=taken,
+        )
+        self.claims = Claims(
+            self.store,
+            self.ledger,
+            self.view.id,
+            self.worker_id,
+            group_of=lambda knobs: backend.group(knobs).id,
+        )
+        self.claims.tidy(self.study)
+        try:
+            self.model.learn(self.store, self.view.id)
+            self._references()
+            ended = self._explore(backend)
+            self._finals()
+        except StopRequestedError as stop:
+            return f"stopped: {stop}"
+        return ended
+
+    def _references(self) -> None:
+        """Baseline and A/A pair in turns; the noise floor is their difference."""
+        base = self.claims.take("baseline", "baseline", "plain decoding", self.plan.baseline)
+        again = self.claims.take("aa", "aa", "the baseline again", self.plan.baseline)
+        if base is None or again is None:
+            self._wait_for_baseline()
+            return
+        if base.state == "complete" and again.state == "complete":
+            self._show_floors()
+            return
+        self.progress.stage("baseline and A/A pair", self.plan.baseline)
+        done = History.read(self.store, self.view.id).repeats_of
+        failures = self.bench.run_arms(base, again, self._num_pairs(), done)
+        for trial, failure in zip((base, again), failures, strict=True):
+            self._finish(trial, failure)
+        failure = failures[0] or failures[1]
+        if failure is not None:
+            for trial in (base, again):
+                self._finish(trial, failure)
+            self._refuse(failure)
+        self._store_floors(base, again)
+        self._show_floors()
+        self.model.learn(self.store, self.view.id)
+
+    def _explore(self, backend: Backend) -> str:
+        """Predict, pick, measure, calibrate until the budget or the space is used up."""
+        search = Search(
+            space=self.plan.space,
+            baseline=self.plan.baseline,
+            levels=self.study.workload.concurrency,
+            weights=_weights(self.study),
+            seed=self.study.seed,
+            metric=goal_of(self.study),
+            forecaster=_Forecaster(self.model, goal_of(self.study).name),
+            suggest=self.ledger.suggest,
+            group_of=lambda knobs: backend.group(knobs).id,
+        )
+        while True:
+            self.flag.check()
+            self._adopt_orphans()
+            history = History.read(self.store, self.view.id)
+            spent = self._spent(history)
+            if spent is not None:
+                return spent
+            open_group = None if self.bench.open_group is None else self.bench.open_group.id
+            proposal = search.propose(
+                history, open_group, may_open=self._may_open(), cost_ratio=self._cost_ratio()
+            )
+            if proposal is None:
+                return "every possible configuration within the budget is measured"
+            trial = self._claim_proposal(proposal, history)
+            if trial is not None:
+                self._run_trial(trial, history)
+
+    def _finals(self) -> None:
+        """Measure the best knobs against the baseline once more, in turns."""
+        history = History.read(self.store, self.view.id)
+        winners: dict[str, list[int]] = {}
+        best = leaders(history, self.study)
+        for level, result in best.items():
+            if result.knobs != self.plan.baseline:
+                winners.setdefault(result.knobs.id, []).append(level)
+        for knobs_id, levels in winners.items():
+            knobs = history.by_knobs[knobs_id].knobs
+            origin = f"final: best at {','.join(map(str, levels))}"
+            ours = self.claims.take(f"final:{knobs_id}", "final", origin, knobs)
+            if ours is None or ours.state != "running":
+                continue
+            claim, against = f"final-base:{knobs_id}", f"final: against {ours.number}"
+            base = self.claims.take(claim, "final", against, self.plan.baseline)
+            if base is None:
+                continue
+            self.progress.stage("best against baseline, in turns", knobs)
+            done = History.read(self.store, self.view.id).repeats_of
+            failures = self.bench.run_arms(ours, base, self._num_pairs(), done)
+            for trial, failure in zip((ours, base), failures, strict=True):
+                self._finish(trial, failure)
+
+    # trials
+
+    def _run_trial(self, trial: TrialView, history: History) -> None:
+        """Predict, store the prediction, measure, finish, calibrate."""
+        best = {
+            level: result.summary(level).median  # type: ignore[union-attr]
+            for level, result in leaders(history, self.study).items()
+            if result.summary(level) is not None
+        }
+        predictions = self.model.predict(trial.knobs)
+        stored = self.store.predictions(self.view.id).get(trial.id, {})
+        for level, prediction in predictions.items():
+            if level not in stored:
+                self.store.add_prediction(trial.id, prediction)
+        self.progress.trial(
+            trial, predictions, best, self._time_left_s(history), history.num_finished
+        )
+        started = time.monotonic()
+        done = history.repeats_of.get(trial.id, ())
+        failure = self.bench.run_trial(trial, best, done)
+        self._finish(trial, failure)
+        self._trial_seconds.append(time.monotonic() - started)
+        self.model.learn(self.store, self.view.id)
+
+    def _claim_proposal(self, proposal: Proposal, history: History) -> TrialView | None:
+        known = history.by_knobs.get(proposal.knobs.id)
+        count = 0 if known is None else len(known.trials)
+        suffix = f":{count}" if proposal.role == "replicate" else ""
+        claim = f"{proposal.role}:{proposal.knobs.id}{suffix}"
+        return self.claims.take(claim, proposal.role, proposal.origin, proposal.knobs)
+
+    def _adopt_orphans(self) -> None:
+        """Go on with trials whose worker died; give up those that kill worker after worker."""
+        for trial in self.store.trials(self.view.id):
+            if trial.state != "running" or not self.claims.is_orphan(trial):
+                continue
+            if trial.role not in ("search", "replicate"):
+                continue
+            if not self.store.adopt_trial(trial.id, trial.worker_id, self.worker_id):
+                continue
+            if trial.attempts >= _MAX_ATTEMPTS:
+                message = f"its worker died {trial.attempts} times"
+                self._finish(trial, Failure(kind="crash", stage="measure", message=message))
+                continue
+            self.progress.note(f"goes on with trial {trial.number} of a worker that ended")
+            self._run_trial(self.claims.trial(trial.id), History.read(self.store, self.view.id))
+
+    def _finish(self, trial: TrialView, failure: Failure | None) -> None:
+        if self.claims.trial(trial.id).state != "running":
+            return
+        self.store.finish_trial(trial.id, failure)
+        history = History.read(self.store, self.view.id)
+        values = None
+        if failure is None:
+            values = objective_values(history, self.study, trial.id)
+        if failure is None:
+            self.ledger.finish(trial.number, values)
+        else:
+            reason = f"{failure.kind} at {failure.stage}: {failure.message}"
+            self.ledger.finish(trial.number, None, failure=reason)
+        self.progress.finished(trial, history, failure)
+
+    def _on_repeat(self, trial: TrialView, measurement: Measurement) -> None:
+        self.progress.repeat(trial, measurement)
+
+    def _others_alive(self) -> bool:
+        now = datetime.now(UTC)
+        others = (w for w in self.store.workers(self.view.id) if w.id != self.worker_id)
+        return any(is_alive(worker, now) for worker in others)
+
+    # budget
+
+    def _spent(self, history: History) -> str | None:
+        """Which part of the budget is used up, or None."""
+        budget = self.study.budget
+        if history.num_search_trials >= budget.measured_trials:
+            return f"budget: {budget.measured_trials} trials are measured"
+        left = self._time_left_s(history)
+        if left is not None and left <= self._final_s(history):
+            return f"budget: wall time of {budget.wall_time_s:.0f} s is used up"
+        return None
+
+    def _time_left_s(self, history: History) -> float | None:
+        if self.study.budget.wall_time_s is None:
+            return None
+        self.store.heartbeat(self.worker_id)
+        return self.study.budget.wall_time_s - worked_s(self.store.workers(self.view.id))
+
+    def _final_s(self, history: History) -> float:
+        """Seconds to keep for the final comparison."""
+        rows = [row for row in history.repeats if row.failure_kind is None]
+        if not rows:
+            return 0.0
+        mean_s = sum((row.ended - row.started).total_seconds() for row in rows) / len(rows)
+        return mean_s * 2 * self._num_pairs() * len(self.plan.workloads)
+
+    def _may_open(self) -> bool:
+        limit = self.study.budget.server_starts
+        return limit is None or self.store.count_events(self.view.id, "open") < limit
+
+    def _cost_ratio(self) -> float | None:
+        """How many times dearer a trial gets when it needs a start."""
+        if not self._trial_seconds or self.bench.num_opens == 0:
+            return None
+        start_s = self.bench.open_s / self.bench.num_opens
+        trial_s = sum(self._trial_seconds) / len(self._trial_seconds)
+        return (start_s + trial_s) / max(trial_s, 1e-9)
+
+    def _num_pairs(self) -> int:
+        return max(_MIN_PAIRS, min(_PAIRS, self.study.measure.max_repeats))
+
+    # noise floor
+
+    def _store_floors(self, first: TrialView, second: TrialView) -> None:
+        history = History.read(self.store, self.view.id)
+        for level in self.plan.workloads:
+            a, b = (history.trial_values(t.id, level) for t in (first, second))
+            n = min(len(a), len(b))
+            if n >= 2:
+                floor = noise_floor(a[:n], b[:n])
+                self.store.set_noise_floor(self.view.id, NoiseFloor(level, floor, n))
+
+    def _show_floors(self) -> None:
+        self.progress.noise_floors(self.store.noise_floors(self.view.id))
+
+    def _wait_for_baseline(self) -> None:
+        """Another worker measures the baseline; wait until it is there, or take it over."""
+        self.progress.note("another worker measures the baseline; waiting for it")
+        while True:
+            self.flag.check()
+            running = [
+                trial
+                for trial in self.store.trials(self.view.id)
+                if trial.role in ("baseline", "aa") and trial.state == "running"
+            ]
+            if not running:
+                return
+            if any(self.claims.is_orphan(trial) for trial in running):
+                self._references()
+                return
+            time.sleep(_POLL_S)
+
+    def _refuse(self, failure: Failure) -> None:
+        """Without a baseline nothing can be compared: the study ends."""
+        text = f"the baseline can't be measured: {failure.kind} at {failure.stage}: "
+        kind = UserError if failure.kind == "invalid" else AutotuneError
+        log = f"; the end of the log: {failure.log_tail[-300:]}" if failure.log_tail else ""
+        raise kind(text + failure.message + " ".join(log.split("\n")))
+
+
+class _Forecaster:
+    """The study's model for the search; no model of a metric means no forecast."""
+
+    def __init__(self, model: StudyModel, metric: str) -> None:
+        self._model, self._metric = model, metric
+
+    def forecast(self, knobs: Sequence[Knobs]) -> Forecast | None:
+        return None if self._metric == "ttft_ms" else self._model.forecast(knobs)
+
+
+def _weights(study: Study) -> dict[int, float]:
+    levels = study.workload.concurrency
+    weights = study.objective.weights or dict.fromkeys(levels, 1.0)
+    total = sum(weights.values())
+    return {level: weights[level] / total for level in levels}

@@ -6,9 +6,10 @@ message into cells. Source: NVIDIA/nccl 2.27 to 2.30, src/enqueue.cc (read, fact
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from model.nccl import versions as v
+from model.nccl.communicator import communicator_for as communicator_for
 from model.nccl.settings import PROTOCOLS
 from model.nccl.tuning import (
     Algorithm,
@@ -82,7 +83,10 @@ class Selector:
         """
         if size_bytes < 1:
             raise ValueError(f"size_bytes {size_bytes} must be at least 1 byte")
-        return _choose(self, int(size_bytes))
+        choice = self._choices.get(size_bytes)
+        if choice is None:
+            choice = self._choices[size_bytes] = self._choose(int(size_bytes))
+        return choice
 
     def switch_points(self, low: int, high: int) -> list[tuple[int, Choice]]:
         """Powers of two in low..high (bytes) at which algorithm or protocol change, the first
@@ -96,6 +100,19 @@ class Selector:
                 points.append((size, choice))
             size *= 2
         return points
+
+    @cached_property
+    def _choices(self) -> dict[int, Choice]:
+        """Choices made so far, by size."""
+        return {}
+
+    def _choose(self, size_bytes: int) -> Choice:
+        algo, proto, time = self._best(size_bytes)
+        channels, threads = self._size_to_threads(algo, proto, size_bytes)
+        comm = self.comm
+        most = comm.nvls_channels if algo == "nvls" else comm.num_channels
+        used = scheduled_channels(comm, size_bytes, proto, channels, most)
+        return Choice(algo=algo, proto=proto, channels=used, threads=threads, model_time_us=time)
 
     def _best(self, size_bytes: int) -> tuple[Algorithm, Protocol, float]:
         best: tuple[Algorithm, Protocol] | None = None
@@ -131,16 +148,6 @@ class Selector:
             threads += v.WARP if algo == "ring" else 4 * v.WARP
         threads = max(threads // v.WARP, 3) * v.WARP
         return channels, v.MAX_THREADS if algo == "tree" else threads
-
-
-@lru_cache(maxsize=65536)
-def _choose(selector: Selector, size_bytes: int) -> Choice:
-    algo, proto, time = selector._best(size_bytes)
-    channels, threads = selector._size_to_threads(algo, proto, size_bytes)
-    comm = selector.comm
-    most = comm.nvls_channels if algo == "nvls" else comm.num_channels
-    used = scheduled_channels(comm, size_bytes, proto, channels, most)
-    return Choice(algo=algo, proto=proto, channels=used, threads=threads, model_time_us=time)
 
 
 def scheduled_channels(

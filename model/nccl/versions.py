@@ -67,6 +67,8 @@ class Release:
     nvls_efficiency: bool
     #: NVLS channels raise the number of ring channels (before 2.28)
     nvls_raises_channels: bool
+    #: fewest GPUs for which NVLS is tried
+    nvls_min_gpus: int
 
     @property
     def name(self) -> str:
@@ -107,6 +109,7 @@ _2_27_3 = Release(
     ll128_mixed=False,
     nvls_efficiency=False,
     nvls_raises_channels=True,
+    nvls_min_gpus=3,
 )
 _2_28_3 = replace(
     _2_27_3,
@@ -120,6 +123,7 @@ _2_28_7 = replace(
     _2_28_3,
     version=(2, 28, 7),
     per_channel_ring_ll128=(_OLD, _OLD, _H_LL128, (73.4, 34.6, 73.4)),
+    nvls_min_gpus=2,
 )
 _2_29_2 = replace(
     _2_28_7,

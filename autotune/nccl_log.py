@@ -1,0 +1,248 @@
+"""Reads NCCL's own logs (NCCL_DEBUG=INFO, versions 2.18 to 2.32), as a stream.
+
+``parse_nccl_logs(paths)`` takes the files of all ranks, or one file into which several ranks wrote.
+Lines are judged as bytes first; equal choice lines are only counted, so a log of 100 MB takes
+seconds and little memory. Whatever is cut, interleaved or no text is passed over.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from autotune.errors import UserError
+from autotune.nccl_log_build import (
+    HANDLERS,
+    ProcessBuilder,
+    by_first_character,
+    enabled_row,
+)
+from autotune.nccl_log_types import Evidence, NcclLog
+
+CHUNK_BYTES = 4 << 20
+#: longer "lines" are no text
+MAX_LINE_BYTES = 1 << 16
+#: distinct choice lines kept before they are folded by size, and distinct prefixes
+MAX_DISTINCT = 50_000
+
+_PREFIX = re.compile(rb"([\w.\-]{1,255}):(\d{1,10}):(\d{1,10}) \[(-?\d{1,6})\] ")
+_FULL_PREFIX = re.compile(
+    rb"[\w.\-]{1,255}:\d{1,10}:\d{1,10} \[-?\d{1,6}\] (?:\S+:\d+ )?NCCL (?:INFO|WARN) "
+)
+_CHOICE_WORDS = frozenset(
+    name + colon
+    for name in (b"AllReduce", b"Broadcast", b"Reduce", b"AllGather", b"ReduceScatter")
+    for colon in (b"", b":")
+)
+_WORDS = frozenset(word.encode() for word in (*HANDLERS, "Enabled"))
+#: first bytes of further messages of interest: counts, NCCL_..., topology, tables, init
+_FIRST = frozenset(bytes((code,)) for code in b"0123456789N+ C=n[")
+_BYTES = b" Bytes -> "
+_MATRIX = "Enabled NCCL Func/Proto/Algo Matrix"
+
+
+def parse_nccl_logs(paths: Iterable[Path | str]) -> NcclLog:
+    """All processes and communicators in log files; a folder stands for the files in it.
+
+    Raises ``UserError`` for a path that does not exist or cannot be read.
+    """
+    reader = _Reader()
+    names: list[str] = []
+    num_lines = num_bytes = 0
+    for path in _files(paths):
+        names.append(str(path))
+        try:
+            with path.open("rb") as file:
+                lines, size = reader.read(file, str(path))
+        except OSError as error:
+            raise UserError(f"cannot read the NCCL log {path}: {error.strerror}") from None
+        num_lines, num_bytes = num_lines + lines, num_bytes + size
+    return reader.result(tuple(names), num_lines, num_bytes)
+
+
+def parse_nccl_stream(file: IO[bytes], name: str = "<stream>") -> NcclLog:
+    """The same for one open binary file."""
+    reader = _Reader()
+    return reader.result((name,), *reader.read(file, name))
+
+
+def _files(paths: Iterable[Path | str]) -> Iterator[Path]:
+    for given in paths:
+        path = Path(given)
+        if path.is_dir():
+            yield from sorted(p for p in path.iterdir() if p.is_file())
+        elif path.exists():
+            yield path
+        else:
+            raise UserError(f"no NCCL log at {path}")
+
+
+@dataclass
+class _Reader:
+    """State while reading; ``processes`` outlives a file, the rest starts anew with each."""
+
+    processes: dict[tuple[str | None, int | None], ProcessBuilder] = field(default_factory=dict)
+    bare_version: str | None = None
+    file: str = ""
+    prefixes: dict[bytes, tuple[ProcessBuilder, int]] = field(default_factory=dict)
+    #: line -> [how often, number of the first]
+    choices: dict[bytes, list[int]] = field(default_factory=dict)
+    #: whose matrix is being printed (its lines have no prefix), rows left, heads
+    matrix: tuple[ProcessBuilder, int] | None = None
+    matrix_left: int = 0
+    matrix_heads: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+
+    def read(self, file: IO[bytes], name: str) -> tuple[int, int]:
+        """Read one file to its end; returns lines and bytes."""
+        self.file, self.prefixes, self.matrix = name, {}, None
+        number = num_bytes = 0
+        rest = b""
+        while chunk := file.read(CHUNK_BYTES):
+            num_bytes += len(chunk)
+            lines = (rest + chunk).split(b"\n")
+            rest = lines.pop()
+            if len(rest) > MAX_LINE_BYTES:
+                # no line end in sight: what follows cannot be a log line either
+                rest = rest[:MAX_LINE_BYTES]
+            number = self._feed(lines, number)
+        if rest:
+            number = self._feed([rest], number)
+        self._flush()
+        return number, num_bytes
+
+    def result(self, files: tuple[str, ...], num_lines: int, num_bytes: int) -> NcclLog:
+        """What was found, frozen."""
+        for process in self.processes.values():
+            process.version = process.version or self.bare_version
+        built = tuple(process.build() for process in self.processes.values())
+        return NcclLog(files, num_lines, num_bytes, built)
+
+    def _feed(self, lines: Iterable[bytes], number: int) -> int:
+        """Take in lines; ``number`` is that of the line before. Returns the last number."""
+        choices, words, firsts, choice_words = self.choices, _WORDS, _FIRST, _CHOICE_WORDS
+        for line in lines:
+            number += 1
+            start = line.find(b"NCCL ")
+            if start < 0:
+                if self.matrix is not None:
+                    self._matrix_line(line, number)
+                continue
+            begin = start + 10
+            word = line[begin : line.find(b" ", begin)]
+            if line.find(b"] NCCL INFO ", begin) >= 0:
+                for part in _split(line):
+                    self._message(part, number)
+            elif word in choice_words:
+                if line.find(_BYTES, begin) > 0:
+                    known = choices.get(line)
+                    if known is not None:
+                        known[0] += 1
+                        continue
+                    choices[line] = [1, number]
+                    if len(choices) > MAX_DISTINCT:
+                        self._flush()
+                elif line.find(b"|", begin) > 0:
+                    self._message(line, number)
+            elif (
+                word in words
+                or line[begin : begin + 1] in firsts
+                or line[start + 5 : begin] != b"INFO "
+            ):
+                self._message(line, number)
+        return number
+
+    def _message(self, line: bytes, number: int) -> None:
+        """One message that may be of interest."""
+        if len(line) > MAX_LINE_BYTES:
+            return
+        start = line.find(b"NCCL ")
+        if start < 0:
+            return
+        level, tail = line[start + 5 : start + 10], line[start + 10 :]
+        evidence = Evidence(self.file, number)
+        if level == b"WARN ":
+            process, _ = self._process(line[:start])
+            process.warn(_text(tail), evidence)
+            return
+        if level != b"INFO ":
+            match = re.match(rb"NCCL version (\d+\.\d+\.\d+\S*)", line[start:])
+            if match is not None and self.bare_version is None:
+                self.bare_version = _text(match[1])
+            return
+        if _BYTES in tail:
+            self.choices.setdefault(line, [0, number])[0] += 1
+            return
+        if b"- Init " in tail:
+            # choices up to here belong to the communicators known so far
+            self._flush()
+        process, tid = self._process(line[:start])
+        text = _text(tail)
+        if text.startswith(_MATRIX):
+            self.matrix, self.matrix_left, self.matrix_heads = (process, tid), 24, None
+            return
+        handler = HANDLERS.get(text.split(" ", 1)[0], by_first_character)
+        handler(process, tid, text, evidence)
+
+    def _process(self, prefix: bytes) -> tuple[ProcessBuilder, int]:
+        """Whose message it is: process and thread of a line's beginning."""
+        known = self.prefixes.get(prefix)
+        if known is not None:
+            return known
+        host: str | None = None
+        pid: int | None = None
+        tid = 0
+        match = None
+        for match in _PREFIX.finditer(prefix):  # noqa: B007 (the last one counts)
+            pass
+        if match is not None:
+            host, pid, tid = _text(match[1]), int(match[2]), int(match[3])
+            if (host, pid) not in self.processes:
+                # the beginning may carry the end of a message that was cut into
+                for other, same in self.processes:
+                    if same == pid and other is not None and host.endswith(other):
+                        host = other
+        process = self.processes.get((host, pid))
+        if process is None:
+            process = self.processes[host, pid] = ProcessBuilder(host, pid)
+        if len(self.prefixes) > MAX_DISTINCT:
+            self.prefixes.clear()
+        self.prefixes[prefix] = process, tid
+        return process, tid
+
+    def _matrix_line(self, line: bytes, number: int) -> None:
+        """A line without prefix while an "Enabled" matrix is open."""
+        assert self.matrix is not None
+        self.matrix_left -= 1
+        text = _text(line)
+        if not text.strip() or self.matrix_left <= 0:
+            self.matrix = None
+            return
+        if text.split("|")[0].strip() == "Function":
+            parts = [tuple(part.split()) for part in text.split("|")]
+            self.matrix_heads = (parts[1], parts[2]) if len(parts) == 3 else None
+        elif self.matrix_heads is not None:
+            process, tid = self.matrix
+            row = enabled_row(text, *self.matrix_heads, Evidence(self.file, number))
+            if row is not None:
+                process.current(tid, row.evidence).enabled[row.function] = row
+
+    def _flush(self) -> None:
+        """Fold the counted choice lines into their processes."""
+        for line, (count, number) in self.choices.items():
+            start = line.find(b"NCCL INFO ")
+            if start >= 0 and len(line) <= MAX_LINE_BYTES:
+                process, _ = self._process(line[:start])
+                process.choice(_text(line[start + 10 :]), count, Evidence(self.file, number))
+        self.choices.clear()
+
+
+def _split(line: bytes) -> Iterator[bytes]:
+    """The messages of a line into which several processes wrote at once."""
+    starts = [match.start() for match in _FULL_PREFIX.finditer(line)]
+    for begin, end in zip(starts, [*starts[1:], len(line)], strict=True):
+        yield line[begin:end]
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace").rstrip("\r\n")

@@ -1,11 +1,20 @@
 """Which experts a token goes to, and with what weight.
 
-T tokens, E experts, K experts per token.
+T tokens, E experts, K experts per token, H hidden.
 """
 
 import torch
+import triton
+import triton.language as tl
+
+from kernels.device import dot, last_to_arrive, wait_for_predecessor
+from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, require
+from kernels.norm import rms_norm_ref
+from kernels.tuning import Config, config_for
 
 SCORES = ("softmax", "sigmoid")
+#: a program holds all the logits of its tokens
+MAX_EXPERTS = 1024
 
 
 def check_route(num_experts: int, top_k: int, score: str) -> None:
@@ -41,3 +50,235 @@ def route_ref(
     if renormalize:
         weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
     return (weight_TK if scale == 1.0 else weight_TK * scale), expert_TK
+
+
+def norm_route_ref(
+    x_TH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    eps: float,
+    weight_EH: torch.Tensor,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    bias_E: torch.Tensor | None = None,
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``route`` of the logits ``rms_norm(x) W^T``, which are taken in fp32."""
+    logits_TE = torch.nn.functional.linear(
+        rms_norm_ref(x_TH, norm_weight_H, eps).float(), weight_EH.float()
+    )
+    return route_ref(
+        logits_TE, top_k, score=score, bias_E=bias_E, renormalize=renormalize, scale=scale
+    )
+
+
+@triton.jit
+def _choose(
+    logits, t, in_t, bias, out_weight, out_expert, scale,
+    E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    e = tl.arange(0, BLOCK_E)
+    is_expert = (e < E)[None, :]
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        shifted = tl.where(is_expert, logits, float("-inf"))
+        score = tl.exp(shifted - tl.max(shifted, axis=1)[:, None])
+        score = score / tl.sum(score, axis=1)[:, None]
+    choice = score
+    if HAS_BIAS:
+        choice = score + tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
+    choice = tl.where(is_expert, choice, float("-inf"))
+    k = tl.arange(0, BLOCK_K)
+    chosen = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.int32)
+    weight = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.float32)
+    for n in tl.static_range(K):
+        best = tl.max(choice, axis=1)
+        # NaN logits match nothing: the last expert, so that the index stays in range
+        index = tl.min(tl.where(choice == best[:, None], e[None, :], E - 1), axis=1)
+        here = e[None, :] == index[:, None]
+        value = tl.sum(tl.where(here, score, 0.0), axis=1)
+        choice = tl.where(here, float("-inf"), choice)
+        chosen = tl.where(k[None, :] == n, index[:, None], chosen)
+        weight = tl.where(k[None, :] == n, value[:, None], weight)
+    if RENORMALIZE:
+        weight = weight / tl.sum(weight, axis=1)[:, None]
+    where = t.to(tl.int64)[:, None] * K + k[None, :]
+    shown = in_t[:, None] & (k < K)[None, :]
+    tl.store(out_weight + where, weight * scale, mask=shown)
+    tl.store(out_expert + where, chosen.to(tl.int64), mask=shown)
+
+
+@triton.jit
+def route_kernel(
+    logits, bias, out_weight, out_expert, T, logits_stride, scale,
+    E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)
+    in_t = t < T
+    wait_for_predecessor(PDL)
+    values = tl.load(
+        logits + t.to(tl.int64)[:, None] * logits_stride + e[None, :],
+        mask=in_t[:, None] & (e < E)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    _choose(
+        values, t, in_t, bias, out_weight, out_expert, scale,
+        E, K, HAS_BIAS, SIGMOID, RENORMALIZE, BLOCK_T, BLOCK_E, BLOCK_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def norm_route_kernel(
+    x, gain, weight, bias, out_weight, out_expert, partial, partial_squares, counters,
+    T, x_stride, weight_stride, eps, scale,
+    H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0)
+    block = tl.program_id(1)
+    PART: tl.constexpr = (H + SPLIT * BLOCK_H - 1) // (SPLIT * BLOCK_H) * BLOCK_H
+    t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)
+    h = split * PART + tl.arange(0, BLOCK_H)
+    in_t = t < T
+    wait_for_predecessor(PDL)
+    logits = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_T], dtype=tl.float32)
+    for h0 in tl.range(0, PART, BLOCK_H, num_stages=STAGES):
+        in_h = h0 + h < H
+        tile = tl.load(
+            weight + e.to(tl.int64)[:, None] * weight_stride + (h0 + h)[None, :],
+            mask=(e < E)[:, None] & in_h[None, :],
+            other=0.0,
+        )
+        v = tl.load(
+            x + t.to(tl.int64)[:, None] * x_stride + (h0 + h)[None, :],
+            mask=in_t[:, None] & in_h[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        squares += tl.sum(v * v, axis=1)
+        v *= tl.load(gain + h0 + h, mask=in_h, other=0.0).to(tl.float32)[None, :]
+        logits = dot(v.to(tile.dtype), tl.trans(tile), logits, PRECISION)
+    inner = tl.arange(0, BLOCK_T)
+    base = partial + block.to(tl.int64) * (SPLIT * BLOCK_T * BLOCK_E)
+    base_squares = partial_squares + block * (SPLIT * BLOCK_T)
+    at = inner[:, None] * BLOCK_E + e[None, :]
+    shown = in_t[:, None] & (e < E)[None, :]
+    tl.store(base + split * (BLOCK_T * BLOCK_E) + at, logits, mask=shown)
+    tl.store(base_squares + split * BLOCK_T + inner, squares)
+    if last_to_arrive(counters + block, SPLIT):
+        logits = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.float32)
+        squares = tl.zeros([BLOCK_T], dtype=tl.float32)
+        for s in tl.static_range(SPLIT):
+            logits += tl.load(
+                base + s * (BLOCK_T * BLOCK_E) + at, mask=shown, other=0.0, cache_modifier=".cg"
+            )
+            squares += tl.load(base_squares + s * BLOCK_T + inner, cache_modifier=".cg")
+        logits *= tl.rsqrt(squares / H + eps)[:, None]
+        _choose(
+            logits, t, in_t, bias, out_weight, out_expert, scale,
+            E, K, HAS_BIAS, SIGMOID, RENORMALIZE, BLOCK_T, BLOCK_E, BLOCK_K,
+        )  # fmt: skip
+
+
+def route(
+    logits_TE: torch.Tensor,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    bias_E: torch.Tensor | None = None,
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``route_ref``; the lowest expert in a tie."""
+    num_tokens, num_experts = logits_TE.shape
+    check_route(num_experts, top_k, score)
+    require(num_experts <= MAX_EXPERTS, f"route: at most {MAX_EXPERTS} experts, got {num_experts}")
+    require(logits_TE.stride(1) == 1, "route: rows must be contiguous")
+    device = logits_TE.device
+    weight_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
+    expert_TK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=device)
+    block_t = max(1, min(16, 2048 // pow2(num_experts)))
+    pdl = pdl_for(device)
+    launch(
+        route_kernel, (cdiv(num_tokens, block_t),),
+        logits_TE, logits_TE if bias_E is None else bias_E, weight_TK, expert_TK, num_tokens,
+        logits_TE.stride(0), scale, E=num_experts, K=top_k, HAS_BIAS=bias_E is not None,
+        SIGMOID=score == "sigmoid", RENORMALIZE=renormalize, BLOCK_T=block_t,
+        BLOCK_E=pow2(num_experts), BLOCK_K=pow2(top_k), PDL=pdl, launch_pdl=pdl, num_warps=4,
+    )  # fmt: skip
+    return weight_TK, expert_TK
+
+
+def default_config(num_tokens: int, hidden: int, num_experts: int, element_bytes: int) -> Config:
+    """A good choice without tuning."""
+    block_h = max(32, min(128, 32768 // (pow2(num_experts, 16) * element_bytes)))
+    split = 1
+    while split < (16 if num_tokens <= 4 else 8) and 2 * split * block_h <= hidden:
+        split *= 2
+    return {"split": split, "block_h": block_h, "stages": 2, "num_warps": 4}
+
+
+def candidates(num_experts: int) -> list[Config]:
+    """What tuning tries."""
+    return [
+        {"split": split, "block_h": block_h, "stages": stages, "num_warps": num_warps}
+        for split in (4, 8, 16, 32)
+        for block_h, stages in ((64, 2), (64, 3), (128, 2))
+        for num_warps in (4, 8)
+        if block_h * pow2(num_experts) <= 16384 and split * block_h <= 2048
+    ]
+
+
+def norm_route(
+    x_TH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    eps: float,
+    weight_EH: torch.Tensor,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    bias_E: torch.Tensor | None = None,
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``norm_route_ref``, one kernel: split over H, the last program chooses the experts."""
+    num_tokens, hidden = x_TH.shape
+    num_experts = weight_EH.shape[0]
+    check_route(num_experts, top_k, score)
+    require(num_experts <= MAX_EXPERTS, f"norm_route: at most {MAX_EXPERTS} experts")
+    require(x_TH.stride(1) == 1 and weight_EH.stride(1) == 1, "norm_route: rows must be contiguous")
+    device = x_TH.device
+    config = config_for(
+        "norm_route",
+        device,
+        {"T": num_tokens, "H": hidden, "E": num_experts, "dtype": str(x_TH.dtype)[6:]},
+        lambda: default_config(num_tokens, hidden, num_experts, x_TH.element_size()),
+    )
+    weight_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
+    expert_TK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=device)
+    split, block_e, block_t = config["split"], pow2(num_experts, 16), 16
+    token_blocks = cdiv(num_tokens, block_t)
+    size = token_blocks * split * block_t
+    partial = torch.empty(size * block_e, dtype=torch.float32, device=device)
+    partial_squares = torch.empty(size, dtype=torch.float32, device=device)
+    pdl = pdl_for(device)
+    launch(
+        norm_route_kernel, (split, token_blocks),
+        x_TH, norm_weight_H, weight_EH, x_TH if bias_E is None else bias_E, weight_TK, expert_TK,
+        partial, partial_squares, arrival_counters(device, token_blocks),
+        num_tokens, x_TH.stride(0), weight_EH.stride(0), eps, scale,
+        H=hidden, E=num_experts, K=top_k, HAS_BIAS=bias_E is not None,
+        SIGMOID=score == "sigmoid", RENORMALIZE=renormalize, SPLIT=split, BLOCK_T=block_t,
+        BLOCK_E=block_e, BLOCK_H=config["block_h"], BLOCK_K=pow2(top_k), STAGES=config["stages"],
+        PRECISION="ieee", PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
+    )  # fmt: skip
+    return weight_TK, expert_TK

@@ -1,0 +1,66 @@
+"""Functions that kernels share: waiting for the predecessor, prefetching, the last arrival."""
+
+import os
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+#: Triton's interpreter keeps bfloat16 as raw bits and cannot multiply it
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """``a b + acc`` in fp32."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def add_rounded(a, b):
+    """``a + b`` rounded to their type."""
+    return (a.to(tl.float32) + b.to(tl.float32)).to(a.dtype)
+
+
+@triton.jit
+def wait_for_predecessor(PDL: tl.constexpr):
+    """Wait until the kernel before this one has ended, then let the next one start.
+
+    Everything that earlier kernels wrote or still read may be touched only after this. The order
+    (wait, then trigger) is what lets a kernel read, before its own wait, what the kernel two before
+    it wrote.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_l2(pointers, PDL: tl.constexpr):
+    """Ask for these addresses' cache lines to be brought into L2; only under PDL."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def last_to_arrive(counter, count):
+    """True in the last of ``count`` programs to call this; what the others stored is visible then.
+
+    The counter is 0 again afterwards.
+    """
+    tl.debug_barrier()
+    ticket = tl.atomic_add(counter, 1, sem="acq_rel")
+    last = ticket == count - 1
+    if last:
+        tl.store(counter, 0)
+    return last

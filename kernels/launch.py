@@ -1,0 +1,127 @@
+"""What every launcher needs: the launch itself, its recording, and facts about the device.
+
+All kernels go through ``launch``. Under ``recording()`` a launch is noted instead of run, so that
+launchers can be driven with meta tensors and every configuration compiled without a GPU.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+
+#: multiprocessors assumed where there is no GPU to ask (an H200's)
+_DEFAULT_MULTIPROCESSORS = 132
+#: arrival counters a device has for split kernels; see ``arrival_counters``
+NUM_COUNTERS = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One recorded launch: kernel, grid, positional arguments and meta-parameters."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    meta: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _State:
+    recorder: list[Launch] | None = None
+    pdl: bool | None = None
+
+
+_state = _State()
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Within this block launches are appended to the list it yields and not run."""
+    previous, launches = _state.recorder, []
+    _state.recorder = launches
+    try:
+        yield launches
+    finally:
+        _state.recorder = previous
+
+
+@contextmanager
+def programmatic_launch(enabled: bool) -> Iterator[None]:
+    """Switch programmatic dependent launch on or off within this block (see ``pdl_for``)."""
+    previous, _state.pdl = _state.pdl, enabled
+    try:
+        yield
+    finally:
+        _state.pdl = previous
+
+
+def pdl_for(device: torch.device) -> bool:
+    """Whether kernels may start before their predecessor has ended (sm_90 and later).
+
+    Such a kernel fetches its weights while the predecessor finishes, then waits for it. Off unless
+    the environment has ``AUTOTUNE_PDL=1`` or the caller is inside ``programmatic_launch(True)``.
+    """
+    wanted = _state.pdl
+    if wanted is None:
+        wanted = os.environ.get("AUTOTUNE_PDL", "0") == "1"
+    if not wanted or device.type == "cpu":
+        return False
+    return device.type == "meta" or torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def launch(kernel: Any, grid: Sequence[int], *args: Any, **meta: Any) -> None:
+    """Run ``kernel`` on ``grid``, or record it."""
+    if _state.recorder is not None:
+        _state.recorder.append(Launch(kernel, tuple(grid), args, meta))
+        return
+    kernel[tuple(grid)](*args, **meta)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; an H200's number for any other."""
+    if device.type != "cuda":
+        return _DEFAULT_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+_counters: dict[torch.device, torch.Tensor] = {}
+
+
+def arrival_counters(device: torch.device, count: int) -> torch.Tensor:
+    """``count`` int32 zeros for "am I the last program"; the last one sets its counter back to 0.
+
+    One buffer a device, so kernels that use it must run on one stream at a time. Raises
+    ``ValueError`` when more are asked for than there are and ``RuntimeError`` when the first use
+    falls into a graph capture (the zeros would be written by the graph, not now).
+    """
+    if count > NUM_COUNTERS:
+        raise ValueError(f"a split kernel needs {count} counters; there are {NUM_COUNTERS}")
+    buffer = _counters.get(device)
+    if buffer is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("run the forward once before capturing it in a CUDA graph")
+        buffer = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+        _counters[device] = buffer
+    return buffer
+
+
+def pow2(value: int, low: int = 1) -> int:
+    """The smallest power of two that is at least ``value`` and ``low``."""
+    return max(low, int(triton.next_power_of_2(value)))
+
+
+def cdiv(value: int, divisor: int) -> int:
+    """``value / divisor`` rounded up."""
+    return -(-value // divisor)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``ValueError(message)`` unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(message)

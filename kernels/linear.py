@@ -1,0 +1,230 @@
+"""Small-batch linear layers at memory speed: RMSNorm in front, or an addition behind.
+
+T tokens, K inputs, O outputs. The norm costs no pass of its own: with y = norm(x) W^T the row's
+scale is a factor of the whole row, so sum(x^2) is gathered while x * g meets W and applied at the
+end. One token takes a vector kernel (a program holds whole rows of W in registers), more tokens a
+matrix kernel, split over K where O gives too few programs.
+"""
+
+import torch
+
+from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, require
+from kernels.linear_kernels import linear_matrix_kernel, linear_vector_kernel
+from kernels.norm import rms_norm_ref
+from kernels.tuning import Config, config_for
+
+
+def norm_linear_ref(
+    x_TK: torch.Tensor, norm_weight_K: torch.Tensor, eps: float, weight_OK: torch.Tensor
+) -> torch.Tensor:
+    """``y_TO = rms_norm(x) W^T``."""
+    return torch.nn.functional.linear(rms_norm_ref(x_TK, norm_weight_K, eps), weight_OK)
+
+
+def add_norm_linear_ref(
+    x_TK: torch.Tensor,
+    residual_TK: torch.Tensor,
+    norm_weight_K: torch.Tensor,
+    eps: float,
+    weight_OK: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(rms_norm(x + residual) W^T, x + residual)``."""
+    total_TK = x_TK + residual_TK
+    return norm_linear_ref(total_TK, norm_weight_K, eps, weight_OK), total_TK
+
+
+def linear_add_ref(
+    x_TK: torch.Tensor, weight_OK: torch.Tensor, residual_TO: torch.Tensor | None
+) -> torch.Tensor:
+    """``x W^T + residual`` (None: no addition)."""
+    y_TO = torch.nn.functional.linear(x_TK, weight_OK)
+    return y_TO if residual_TO is None else y_TO + residual_TO
+
+
+def default_config(
+    num_tokens: int, num_outputs: int, num_inputs: int, element_bytes: int
+) -> Config:
+    """A good choice without tuning: enough bytes in flight on every multiprocessor."""
+    if num_tokens == 1:
+        block_k = min(pow2(num_inputs), 2048)
+        block_o = max(1, min(8, 32768 // (block_k * element_bytes)))
+        return {"vector": 1, "block_o": block_o, "block_k": block_k, "num_warps": 4}
+    block_k = min(pow2(num_inputs, 16), 256 // element_bytes if num_tokens <= 32 else 64)
+    block_o = 16 if num_outputs <= 4096 else 32
+    programs = cdiv(num_outputs, block_o)
+    split = 1
+    while split < 8 and programs * split < 200 and num_inputs // (2 * split) >= 4 * block_k:
+        split *= 2
+    return {
+        "vector": 0,
+        "block_t": min(64, pow2(num_tokens, 16)),
+        "block_o": block_o,
+        "block_k": block_k,
+        "split_k": split,
+        "stages": 4 if num_tokens <= 32 else 3,
+        "num_warps": 2 if block_o == 16 and num_tokens <= 16 else 4,
+    }
+
+
+def candidates(num_tokens: int, num_outputs: int, num_inputs: int) -> list[Config]:
+    """What tuning tries for this shape."""
+    found: list[Config] = []
+    if num_tokens == 1:
+        for block_o in (1, 2, 4, 8, 16):
+            for block_k in (512, 1024, 2048, 4096):
+                for num_warps in (2, 4, 8):
+                    elements = block_o * block_k // (32 * num_warps)
+                    if block_k <= pow2(num_inputs) and 8 <= elements <= 128:
+                        found.append({"vector": 1, "block_o": block_o, "block_k": block_k,
+                                      "num_warps": num_warps})  # fmt: skip
+    for block_o, block_k, split, stages, num_warps in (
+        (16, 128, 1, 5, 2), (16, 256, 1, 4, 2), (16, 256, 2, 4, 2), (16, 256, 4, 3, 4),
+        (32, 128, 1, 4, 4), (32, 128, 2, 4, 4), (32, 256, 1, 3, 4), (32, 128, 4, 4, 4),
+        (64, 128, 1, 3, 4), (64, 64, 1, 5, 4), (64, 128, 2, 3, 4), (128, 64, 1, 4, 4),
+        (128, 64, 1, 3, 8), (64, 256, 1, 2, 4),
+    ):  # fmt: skip
+        programs = cdiv(num_outputs, block_o) * split
+        if block_k * split <= pow2(num_inputs, 16) and (programs <= 4096 or split == 1):
+            found.append({"vector": 0, "block_t": min(64, pow2(num_tokens, 16)),
+                          "block_o": block_o, "block_k": block_k, "split_k": split,
+                          "stages": stages, "num_warps": num_warps})  # fmt: skip
+    return found
+
+
+def num_output_blocks(config: Config, num_outputs: int) -> int:
+    """Programs along the outputs."""
+    return cdiv(num_outputs, config["block_o"])
+
+
+def run_linear(
+    op: str,
+    x_TK: torch.Tensor,
+    weight_OK: torch.Tensor,
+    *,
+    added_TK: torch.Tensor | None = None,
+    gain_K: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual_TO: torch.Tensor | None = None,
+    out_TO: torch.Tensor | None = None,
+    store: bool = True,
+    argmax: bool = False,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Launch for the whole family: ``(out, total, best_value_of_block, best_index_of_block)``."""
+    num_tokens, num_inputs = x_TK.shape
+    num_outputs = weight_OK.shape[0]
+    require(
+        weight_OK.shape[1] == num_inputs,
+        f"{op}: the weight has {weight_OK.shape[1]} columns, x has {num_inputs}",
+    )
+    require(
+        x_TK.dtype == weight_OK.dtype,
+        f"{op}: x is {x_TK.dtype}, the weight is {weight_OK.dtype}; they must be the same",
+    )
+    require(x_TK.stride(1) == 1 and weight_OK.stride(1) == 1, f"{op}: rows must be contiguous")
+    device = x_TK.device
+    shape = {"T": num_tokens, "O": num_outputs, "K": num_inputs, "dtype": str(x_TK.dtype)[6:]}
+    config = config_for(
+        op,
+        device,
+        shape,
+        lambda: default_config(num_tokens, num_outputs, num_inputs, x_TK.element_size()),
+    )
+    out = None
+    if store:
+        out = x_TK.new_empty(num_tokens, num_outputs) if out_TO is None else out_TO
+    total = None if added_TK is None else torch.empty_like(x_TK)
+    blocks = num_output_blocks(config, num_outputs)
+    value = index = None
+    if argmax:
+        value = torch.empty(blocks, num_tokens, dtype=torch.float32, device=device)
+        index = torch.empty(blocks, num_tokens, dtype=torch.int32, device=device)
+    flags = {
+        "K": num_inputs,
+        "HAS_ADDED": added_TK is not None,
+        "HAS_NORM": gain_K is not None,
+        "HAS_RESIDUAL": residual_TO is not None,
+        "STORE": store,
+        "ARGMAX": argmax,
+    }
+    pdl = pdl_for(device)
+    # arguments that a flag switches off still need a pointer of a fixed type
+    added = x_TK if added_TK is None else added_TK
+    gain = x_TK if gain_K is None else gain_K
+    residual = x_TK if residual_TO is None else residual_TO
+    pointers = (
+        x_TK, added, gain, weight_OK, residual,
+        x_TK if out is None else out, x_TK if total is None else total,
+        x_TK if value is None else value, x_TK if index is None else index,
+    )  # fmt: skip
+    if config["vector"]:
+        require(num_tokens == 1, f"{op}: the vector kernel takes 1 token, got {num_tokens}")
+        launch(
+            linear_vector_kernel, (blocks,), *pointers, num_outputs, weight_OK.stride(0), eps,
+            **flags, BLOCK_O=config["block_o"], BLOCK_K=config["block_k"],
+            PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
+        )  # fmt: skip
+        return out, total, value, index
+    block_t, block_o, split = config["block_t"], config["block_o"], config["split_k"]
+    token_blocks = cdiv(num_tokens, block_t)
+    partial = partial_squares = counters = x_TK
+    if split > 1:
+        partial = torch.empty(
+            token_blocks * blocks * split * block_t * block_o, dtype=torch.float32, device=device
+        )
+        partial_squares = torch.empty(
+            token_blocks * blocks * split * block_t, dtype=torch.float32, device=device
+        )
+        counters = arrival_counters(device, token_blocks * blocks)
+    launch(
+        linear_matrix_kernel, (blocks, split, token_blocks), *pointers,
+        partial, partial_squares, counters,
+        num_tokens, num_outputs, x_TK.stride(0), weight_OK.stride(0), num_outputs, eps,
+        **flags, BLOCK_T=block_t, BLOCK_O=block_o, BLOCK_K=config["block_k"], SPLIT_K=split,
+        STAGES=config["stages"], PRECISION="ieee", PDL=pdl, launch_pdl=pdl,
+        num_warps=config["num_warps"],
+    )  # fmt: skip
+    return out, total, value, index
+
+
+def norm_linear(
+    x_TK: torch.Tensor,
+    norm_weight_K: torch.Tensor,
+    eps: float,
+    weight_OK: torch.Tensor,
+    out_TO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As ``norm_linear_ref``; ``out_TO`` may be given."""
+    out, _, _, _ = run_linear(
+        "norm_linear", x_TK, weight_OK, gain_K=norm_weight_K, eps=eps, out_TO=out_TO
+    )
+    assert out is not None
+    return out
+
+
+def add_norm_linear(
+    x_TK: torch.Tensor,
+    residual_TK: torch.Tensor,
+    norm_weight_K: torch.Tensor,
+    eps: float,
+    weight_OK: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``add_norm_linear_ref``."""
+    require(x_TK.is_contiguous() and residual_TK.is_contiguous(), "x, residual: not contiguous")
+    out, total, _, _ = run_linear(
+        "norm_linear", x_TK, weight_OK, added_TK=residual_TK, gain_K=norm_weight_K, eps=eps
+    )
+    assert out is not None
+    assert total is not None
+    return out, total
+
+
+def linear_add(
+    x_TK: torch.Tensor,
+    weight_OK: torch.Tensor,
+    residual_TO: torch.Tensor | None,
+    out_TO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As ``linear_add_ref``; ``out_TO`` may be given, and may be ``residual_TO`` itself."""
+    out, _, _, _ = run_linear("linear_add", x_TK, weight_OK, residual_TO=residual_TO, out_TO=out_TO)
+    assert out is not None
+    return out

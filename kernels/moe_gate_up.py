@@ -1,0 +1,218 @@
+"""First half of the experts' MLP: RMSNorm (optional), gate and up projections, SiLU product.
+
+T tokens, H hidden, E experts, K experts per token, P = T * K pairs, I intermediate, J = 2I. Each
+touched expert's weights are read once for up to BLOCK_T tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.device import dot, wait_for_predecessor
+from kernels.launch import launch, pdl_for, pow2
+from kernels.moe_rows import (
+    MAX_PAIRS_UNSORTED,
+    Slots,
+    expert_of_slot,
+    num_rows_of_slot,
+    pairs_of_slot,
+)
+from kernels.tuning import Config
+
+
+@triton.jit
+def gate_up_vector_kernel(
+    x, gain, gate_up, experts, out, eps, expert_stride, row_stride,
+    H: tl.constexpr, INTER: tl.constexpr, HAS_NORM: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    pair = tl.program_id(1)
+    h = tl.arange(0, BLOCK_H)
+    in_i = i < INTER
+    wait_for_predecessor(PDL)
+    e = tl.load(experts + pair).to(tl.int64)
+    gate = gate_up + e * expert_stride + i.to(tl.int64)[:, None] * row_stride + h[None, :]
+    up = gate + INTER * row_stride
+    acc_gate = tl.zeros([BLOCK_I, BLOCK_H], dtype=tl.float32)
+    acc_up = tl.zeros([BLOCK_I, BLOCK_H], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_H], dtype=tl.float32)
+    for h0 in tl.static_range(0, H, BLOCK_H):
+        in_h = h0 + h < H
+        inside = in_i[:, None] & in_h[None, :]
+        w_gate = tl.load(gate + h0, mask=inside, other=0.0, eviction_policy="evict_first")
+        w_up = tl.load(up + h0, mask=inside, other=0.0, eviction_policy="evict_first")
+        v = tl.load(x + h0 + h, mask=in_h, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += v * v
+            v *= tl.load(gain + h0 + h, mask=in_h, other=0.0).to(tl.float32)
+        acc_gate += w_gate.to(tl.float32) * v[None, :]
+        acc_up += w_up.to(tl.float32) * v[None, :]
+    g = tl.sum(acc_gate, axis=1)
+    u = tl.sum(acc_up, axis=1)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / H + eps)
+        g *= scale
+        u *= scale
+    y = g / (1.0 + tl.exp(-g)) * u
+    tl.store(out + pair * INTER + i, y.to(out.dtype.element_ty), mask=in_i)
+
+
+@triton.jit
+def gate_up_matrix_kernel(
+    x, gain, gate_up, experts, order, tile_expert, tile_first, tile_count, out, active, num_active,
+    P, num_slots, x_stride, eps, expert_stride, row_stride,
+    H: tl.constexpr, INTER: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr,
+    LIST: tl.constexpr, SLOT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pid_i = tl.program_id(0)
+    slot = tl.program_id(1)
+    wait_for_predecessor(PDL)
+    if LIST:  # noqa: SIM102 - one is known when compiling, the other is not
+        # one more program than slots lists the touched experts for the second half
+        if slot == num_slots:
+            if pid_i == 0:
+                _list_active(experts, active, num_active, P, E, BLOCK_P, BLOCK_E)
+            return
+    e = expert_of_slot(experts, tile_expert, slot, P, SLOT, BLOCK_P)
+    if e < 0:
+        return
+    count = num_rows_of_slot(experts, tile_count, slot, e, P, SLOT, BLOCK_P)
+    i = pid_i * BLOCK_I + tl.arange(0, BLOCK_I)
+    h = tl.arange(0, BLOCK_H)
+    in_i = i < INTER
+    gate = gate_up + e.to(tl.int64) * expert_stride + i.to(tl.int64)[:, None] * row_stride
+    up = gate + INTER * row_stride
+    for m0 in range(0, count, BLOCK_T):
+        m = m0 + tl.arange(0, BLOCK_T)
+        in_m = m < count
+        pair = pairs_of_slot(
+            experts, order, tile_first, slot, e, m, count, P, SLOT, BLOCK_P
+        ).to(tl.int64)  # fmt: skip
+        rows = x + (pair // K)[:, None] * x_stride
+        acc_gate = tl.zeros([BLOCK_T, BLOCK_I], dtype=tl.float32)
+        acc_up = tl.zeros([BLOCK_T, BLOCK_I], dtype=tl.float32)
+        squares = tl.zeros([BLOCK_T], dtype=tl.float32)
+        for h0 in tl.range(0, H, BLOCK_H, num_stages=STAGES):
+            in_h = h0 + h < H
+            inside = in_i[:, None] & in_h[None, :]
+            w_gate = tl.load(
+                gate + (h0 + h)[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
+            )
+            w_up = tl.load(
+                up + (h0 + h)[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
+            )
+            v = tl.load(rows + (h0 + h)[None, :], mask=in_m[:, None] & in_h[None, :], other=0.0)
+            if HAS_NORM:
+                wide = v.to(tl.float32)
+                squares += tl.sum(wide * wide, axis=1)
+                g = tl.load(gain + h0 + h, mask=in_h, other=0.0).to(tl.float32)
+                v = (wide * g[None, :]).to(gate_up.dtype.element_ty)
+            acc_gate = dot(v, tl.trans(w_gate), acc_gate, PRECISION)
+            acc_up = dot(v, tl.trans(w_up), acc_up, PRECISION)
+        if HAS_NORM:
+            scale = tl.rsqrt(squares / H + eps)[:, None]
+            acc_gate *= scale
+            acc_up *= scale
+        y = acc_gate / (1.0 + tl.exp(-acc_gate)) * acc_up
+        tl.store(
+            out + pair[:, None] * INTER + i[None, :],
+            y.to(out.dtype.element_ty),
+            mask=in_m[:, None] & in_i[None, :],
+        )
+
+
+@triton.jit
+def _list_active(
+    experts, active, num_active, P, E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    e = tl.arange(0, BLOCK_E)
+    used = tl.zeros([BLOCK_E], dtype=tl.int32)
+    STEP: tl.constexpr = 32 if BLOCK_P > 32 else BLOCK_P
+    for p0 in range(0, P, STEP):
+        p = p0 + tl.arange(0, STEP)
+        ids = tl.load(experts + p, mask=p < P, other=-1).to(tl.int32)
+        used = tl.maximum(used, tl.max((ids[None, :] == e[:, None]).to(tl.int32), axis=1))
+    place = tl.cumsum(used, axis=0) - used
+    tl.store(active + place, e, mask=(used > 0) & (e < E))
+    tl.store(num_active, tl.sum(used, axis=0))
+
+
+def default_config(num_tokens: int, num_pairs: int, element_bytes: int) -> Config:
+    """A good choice without tuning."""
+    if num_tokens == 1:
+        return {"vector": 1, "block_i": 4, "block_h": 4096 // element_bytes, "num_warps": 4}
+    if num_pairs > MAX_PAIRS_UNSORTED:
+        return {"vector": 0, "block_t": 64, "block_i": 64, "block_h": 128 // element_bytes,
+                "stages": 3, "num_warps": 4}  # fmt: skip
+    return {"vector": 0, "block_t": 16, "block_i": 32, "block_h": 256 // element_bytes,
+            "stages": 4, "num_warps": 4}  # fmt: skip
+
+
+def candidates(num_tokens: int, num_pairs: int) -> list[Config]:
+    """What tuning tries for this number of tokens."""
+    found: list[Config] = []
+    if num_tokens == 1:
+        for block_i, block_h, num_warps in (
+            (2, 2048, 4), (4, 2048, 4), (4, 2048, 8), (8, 1024, 4), (8, 2048, 8), (4, 1024, 2),
+            (2, 2048, 2), (4, 1024, 4), (8, 512, 4), (2, 1024, 2),
+        ):  # fmt: skip
+            found.append(
+                {"vector": 1, "block_i": block_i, "block_h": block_h, "num_warps": num_warps}
+            )
+    if num_pairs > MAX_PAIRS_UNSORTED:
+        tiles = ((64, 64, 64, 3, 4), (64, 64, 64, 4, 8), (32, 64, 64, 4, 4), (64, 128, 64, 3, 8))
+    else:
+        tiles = (
+            (16, 16, 128, 5, 2), (16, 16, 256, 3, 4), (16, 16, 256, 4, 2), (16, 16, 128, 4, 4),
+            (16, 32, 128, 3, 4), (16, 32, 128, 4, 4), (16, 32, 64, 6, 4), (16, 32, 256, 2, 4),
+            (16, 64, 64, 4, 4), (16, 64, 128, 3, 4), (16, 64, 128, 3, 8), (16, 32, 128, 4, 2),
+        )  # fmt: skip
+    for block_t, block_i, block_h, stages, num_warps in tiles:
+        found.append({"vector": 0, "block_t": block_t, "block_i": block_i, "block_h": block_h,
+                      "stages": stages, "num_warps": num_warps})  # fmt: skip
+    return found
+
+
+def run_gate_up(
+    x_TH: torch.Tensor,
+    gain_H: torch.Tensor | None,
+    eps: float,
+    gate_up_EJH: torch.Tensor,
+    expert_TK: torch.Tensor,
+    config: Config,
+    slots: Slots,
+    active: torch.Tensor | None,
+) -> torch.Tensor:
+    """``hidden_PI``; ``active`` (int32 [E + 1]) gets the touched experts and, last, how many."""
+    num_experts, double, hidden = gate_up_EJH.shape
+    inter = double // 2
+    num_tokens, top_k = expert_TK.shape
+    out_PI = x_TH.new_empty(num_tokens * top_k, inter)
+    gain = x_TH if gain_H is None else gain_H
+    pdl = pdl_for(x_TH.device)
+    flags = {"H": hidden, "INTER": inter, "HAS_NORM": gain_H is not None}
+    blocks = -(-inter // config["block_i"])
+    if config["vector"]:
+        launch(
+            gate_up_vector_kernel, (blocks, top_k), x_TH, gain, gate_up_EJH, expert_TK, out_PI, eps,
+            *gate_up_EJH.stride()[:2], **flags,
+            BLOCK_I=config["block_i"], BLOCK_H=config["block_h"],
+            PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
+        )  # fmt: skip
+        return out_PI
+    listed = active is not None
+    launch(
+        gate_up_matrix_kernel, (blocks, slots.count + (1 if listed else 0)),
+        x_TH, gain, gate_up_EJH, expert_TK, slots.order, slots.tile_expert, slots.tile_first,
+        slots.tile_count, out_PI, active if active is not None else expert_TK,
+        active[num_experts:] if active is not None else expert_TK,
+        num_tokens * top_k, slots.count, x_TH.stride(0), eps, *gate_up_EJH.stride()[:2],
+        **flags, E=num_experts, K=top_k, LIST=listed, SLOT=slots.kind, BLOCK_P=slots.block_p,
+        BLOCK_E=pow2(num_experts), BLOCK_T=config["block_t"], BLOCK_I=config["block_i"],
+        BLOCK_H=config["block_h"], STAGES=config["stages"], PRECISION="ieee",
+        PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
+    )  # fmt: skip
+    return out_PI

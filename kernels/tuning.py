@@ -1,0 +1,113 @@
+"""Which configuration a kernel runs with: a tuned one from the cache, else the default.
+
+The cache is one JSON file, GPU name -> op -> shape -> configuration, written by
+``python -m kernels.tune`` and only read here. Nothing is ever tuned while a kernel is in use.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+
+Config = Mapping[str, int]
+Table = dict[str, dict[str, dict[str, int]]]
+
+PATH_VARIABLE = "AUTOTUNE_KERNEL_CONFIGS"
+
+
+def default_path() -> Path:
+    """The cache file: ``$AUTOTUNE_KERNEL_CONFIGS``, else ~/.cache/autotune/kernels.json."""
+    named = os.environ.get(PATH_VARIABLE)
+    return Path(named) if named else Path.home() / ".cache" / "autotune" / "kernels.json"
+
+
+def shape_key(shape: Mapping[str, int | str]) -> str:
+    """Canonical text of a shape: "H=2048,T=4"."""
+    return ",".join(f"{name}={shape[name]}" for name in sorted(shape))
+
+
+def load(path: Path) -> dict[str, Table]:
+    """The whole cache; empty where there is no file. Raises ``ValueError`` naming a broken one."""
+    if not path.exists():
+        return {}
+    try:
+        data = json.loads(path.read_text())
+        for ops in data.values():
+            for shapes in ops.values():
+                for config in shapes.values():
+                    if not all(type(value) is int for value in config.values()):
+                        raise TypeError("a configuration's values must be integers")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"kernel configurations in {path} cannot be read ({error}); delete the file or tune "
+            "again with `python -m kernels.tune`"
+        ) from None
+    return data
+
+
+def save(path: Path, gpu: str, op: str, key: str, config: Config) -> None:
+    """Put one tuned configuration into the cache; the file is replaced, never half written."""
+    data = load(path)
+    data.setdefault(gpu, {}).setdefault(op, {})[key] = dict(config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+    temporary.replace(path)
+    forget()
+
+
+@dataclass(slots=True)
+class _State:
+    forced: dict[str, Config] = field(default_factory=dict)
+
+
+_state = _State()
+
+
+@contextmanager
+def forced(op: str, config: Config) -> Iterator[None]:
+    """Within this block ``op`` runs with ``config``, whatever the cache says."""
+    previous = dict(_state.forced)
+    _state.forced[op] = config
+    try:
+        yield
+    finally:
+        _state.forced = previous
+
+
+@cache
+def _cached_table(path: Path, gpu: str) -> Table:
+    return load(path).get(gpu, {})
+
+
+@cache
+def _gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def forget() -> None:
+    """Read the cache file again at the next use."""
+    _cached_table.cache_clear()
+
+
+def config_for(
+    op: str,
+    device: torch.device,
+    shape: Mapping[str, int | str],
+    default: Callable[[], Config],
+) -> Config:
+    """The configuration ``op`` runs with for ``shape`` on ``device``."""
+    if op in _state.forced:
+        return _state.forced[op]
+    if device.type != "cuda":
+        return default()
+    key = shape_key(shape)
+    config = _cached_table(default_path(), _gpu_name(device)).get(op, {}).get(key)
+    if config is None:
+        return default()
+    return config

@@ -88,19 +88,33 @@ class OneShotGroup:
         self.broadcast_host = memory.broadcast
 
 
+def serve_store(tp: int, timeout_s: float) -> tuple[Any, int]:
+    """Rank 0: serve the rendezvous at a free loopback port of the kernel's choice."""
+    timeout = timedelta(seconds=timeout_s)
+    store = TCPStore("127.0.0.1", 0, tp, is_master=True, timeout=timeout, wait_for_workers=False)
+    return store, store.port
+
+
 def create_group(
-    backend: str, *, rank: int, tp: int, store_port: int, memory_fd: int, timeout_s: float
+    backend: str,
+    *,
+    rank: int,
+    tp: int,
+    store: Any,
+    store_port: int,
+    memory_fd: int,
+    timeout_s: float,
 ) -> Group:
-    """Join the group of ``tp`` ranks; ``store_port`` is where rank 0 serves the rendezvous."""
+    """Join the group of ``tp`` ranks; rank 0 passes its ``store``, the others meet at its port."""
     if tp == 1:
         return LocalGroup()
     if backend == "one_shot":
         check_platform()
         return OneShotGroup(SharedMemoryGroup(memory_fd, rank, tp, timeout_s))
     if backend in ("gloo", "nccl"):
-        store = TCPStore(
-            "127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=timeout_s)
-        )
+        if store is None:
+            timeout = timedelta(seconds=timeout_s)
+            store = TCPStore("127.0.0.1", store_port, tp, is_master=False, timeout=timeout)
         return DistGroup(store, rank, tp, backend, timeout_s)
     raise invalid(
         f"collectives.backend {backend!r} is not implemented; known: gloo, one_shot, nccl"

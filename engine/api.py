@@ -1,0 +1,142 @@
+"""The engine as its callers see it: start ranks, generate, measure, end them.
+
+``with Engine(config) as engine: engine.generate([Request(...)])``. Importing this module imports no
+torch; all computing happens in the workers.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from engine.build import resolve
+from engine.config import SCRATCH_ROWS, LaunchConfig, SpeculationConfig
+from engine.errors import invalid
+from engine.messages import AllreduceBench, Environment, Generate
+from engine.results import AllreduceTime, Request, RunResult, WorkerEnvironment
+from engine.supervisor import Supervisor
+
+
+class Engine:
+    """A started engine: one worker process a rank, models loaded.
+
+    Raises ``EngineError``: "invalid" for a mistake in the config, the checkpoint or a request
+    (after the latter the engine stays usable); "oom", "crash" or "hang" end the workers. A worker
+    never outlives its parent, and ``close`` leaves no process, port, file or memory behind.
+    """
+
+    def __init__(self, config: LaunchConfig, *, log_dir: Path | None = None) -> None:
+        self.config = config
+        self.shapes = resolve(config)
+        self._supervisor = Supervisor(config, log_dir)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Worker process ids by rank; empty once closed."""
+        return self._supervisor.pids
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        speculation: SpeculationConfig | None = None,
+        *,
+        concurrency: int | None = None,
+        margins: bool = False,
+    ) -> RunResult:
+        """Run ``requests``, at most ``concurrency`` at once (default: what the config allows).
+
+        ``speculation`` None takes the config's schedule for this concurrency; it may differ from
+        call to call without a restart. ``margins`` (plain decoding only) records each token's lead
+        over the second best. Raises ``EngineError``.
+        """
+        limit = self.config.max_concurrency
+        if concurrency is not None and not 1 <= concurrency <= limit:
+            raise invalid(
+                f"concurrency {concurrency} must be between 1 and max_concurrency {limit}",
+                "generate",
+            )
+        at_once = min(concurrency or limit, max(len(requests), 1))
+        chosen = speculation or self.config.speculation_at(at_once)
+        self._check(requests, chosen, margins)
+        message = Generate(tuple(requests), chosen.model_dump_json(), at_once, margins)
+        result = self._supervisor.command(message, "generate")[0]
+        assert isinstance(result, RunResult)
+        return result
+
+    def environment(self) -> tuple[WorkerEnvironment, ...]:
+        """Every worker's environment as C ``getenv`` sees it there, by rank."""
+        found = self._supervisor.command(Environment(), "generate")
+        return tuple(w for w in found if isinstance(w, WorkerEnvironment))
+
+    def allreduce_bench(
+        self, sizes_bytes: Sequence[int], repeats: int = 50
+    ) -> tuple[AllreduceTime, ...]:
+        """Time all-reduces of the config's dtype on the engine's own group, as rank 0 sees them."""
+        if repeats < 1 or any(size < 1 for size in sizes_bytes):
+            raise invalid("allreduce_bench: sizes and repeats must be at least 1", "bench")
+        message = AllreduceBench(tuple(sizes_bytes), repeats)
+        times = self._supervisor.command(message, "bench")[0]
+        assert isinstance(times, tuple)
+        return times
+
+    def close(self) -> None:
+        """End the workers; may be called twice."""
+        self._supervisor.close()
+
+    def _check(
+        self, requests: Sequence[Request], speculation: SpeculationConfig, margins: bool
+    ) -> None:
+        if speculation.method != "off":
+            draft = self.shapes.draft
+            if draft is None:
+                raise invalid("speculation asked for, but the config has no draft", "generate")
+            if speculation.topk > draft.draft_vocab:
+                raise invalid(
+                    f"topk {speculation.topk} is above the draft's vocabulary of "
+                    f"{draft.draft_vocab}",
+                    "generate",
+                )
+            if margins:
+                raise invalid("margins are recorded by plain decoding only", "generate")
+        for index, request in enumerate(requests):
+            self._check_request(index, request)
+
+    def _check_request(self, index: int, request: Request) -> None:
+        length, new = len(request.prompt_ids), request.max_new_tokens
+        limit, vocab = self.config.max_context, self.shapes.target.vocab
+        if length < 1 or new < 1:
+            raise invalid(
+                f"request {index}: {length} prompt tokens and {new} new tokens; both must be at "
+                "least 1",
+                "generate",
+            )
+        if length + new > limit:
+            raise invalid(
+                f"request {index}: {length} prompt tokens + {new} new tokens are above max_context "
+                f"{limit} (the model allows {self.shapes.target.max_position})",
+                "generate",
+            )
+        wrong = next((t for t in request.prompt_ids if not 0 <= t < vocab), None)
+        if wrong is not None:
+            raise invalid(
+                f"request {index}: token {wrong} is outside the vocabulary of {vocab}", "generate"
+            )
+        if not request.temperature >= 0:
+            raise invalid(
+                f"request {index}: temperature {request.temperature} must be 0 or more", "generate"
+            )
+
+
+#: what a slot holds beyond ``max_context``; re-exported for memory estimates
+SLOT_SCRATCH_ROWS = SCRATCH_ROWS

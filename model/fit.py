@@ -2,8 +2,9 @@
 
 Every constant is positive and has a log-normal prior: median ``prior``, standard deviation
 ``prior_log_sd`` of its logarithm (0.1 is about 10 %). Observations are times, compared in logs, so
-a residual of 0.05 is about 5 %. Robust: Student-t residuals (4 degrees of freedom) by iteratively
-reweighted Levenberg-Marquardt. The posterior is the Laplace approximation, in log constants.
+a residual of 0.05 is about 5 %. Robust: beyond two sigma a row pulls with constant force
+(Huber's loss: one best fit, no local ones), by iteratively reweighted Levenberg-Marquardt. The
+posterior is the Laplace approximation, in log constants.
 
     result = fit(specs, predict, np.log(times), sigma=0.03)
     result.constants                     # name -> value
@@ -21,8 +22,8 @@ Array = npt.NDArray[np.float64]
 #: constants in natural units [C], or [K, C] when batched -> log predictions [N], or [K, N]
 Predict = Callable[[Array], Array]
 
-#: degrees of freedom of the Student-t residuals: Gaussian near zero, outliers count little
-STUDENT_DOF = 4.0
+#: residual, in sigma, from which on a row pulls no harder
+HUBER_SIGMA = 2.0
 #: a constant whose posterior sd is above this share of its prior sd is not told by the data
 NOT_IDENTIFIABLE = 0.8
 _STEP = 1e-4
@@ -122,13 +123,14 @@ def fit(
     def weigh(residuals: Array) -> Array:
         if not robust:
             return np.ones_like(residuals)
-        return (STUDENT_DOF + 1) / (STUDENT_DOF + (residuals / sd) ** 2)
+        return HUBER_SIGMA / np.maximum(np.abs(residuals / sd), HUBER_SIGMA)
 
     def cost(residuals: Array, shift: Array) -> float:
-        square = (residuals / sd) ** 2
+        size = np.abs(residuals / sd)
+        loss = size**2
         if robust:
-            square = (STUDENT_DOF + 1) * np.log1p(square / STUDENT_DOF)
-        return float(square.sum() + shift @ precision @ shift)
+            loss = np.where(size > HUBER_SIGMA, 2 * HUBER_SIGMA * size - HUBER_SIGMA**2, loss)
+        return float(loss.sum() + shift @ precision @ shift)
 
     x = centre.copy()
     log_pred, jacobian = log_jacobian(predict, np.exp(x), batched)
@@ -175,7 +177,7 @@ def fit(
         covariance=covariance,
         identifiability=np.sqrt(np.diag(covariance)) / prior_sd,
         residuals=residuals,
-        weights=np.minimum(weights, 1.0),
+        weights=weights,
         noise_scale=scale,
         converged=converged,
     )

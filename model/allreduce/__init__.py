@@ -1,0 +1,1 @@
+"""All-reduce time: hops, analytic form, discrete-event form, calibration."""

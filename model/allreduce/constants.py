@@ -1,0 +1,74 @@
+"""The physical constants of all-reduce time, with unit, prior and source.
+
+Priors hold for any PCIe or NVLink host; ``ConstantSpec.prior_log_sd`` says how far a host may be
+off. None is fitted to the data that the bars are measured on, but where an exact figure exists
+nowhere it is judged, and wide.
+"""
+
+from model.fit import ConstantSpec
+
+_NCCL = "NVIDIA/nccl 2.27-2.30 tuning table"
+_NOTES = "rtx6kpro community measurements"
+_JUDGED = "judged, wide"
+PREFIX = "allreduce."
+
+
+def _spec(name: str, unit: str, prior: float, log_sd: float, source: str) -> ConstantSpec:
+    return ConstantSpec(PREFIX + name, unit, prior, log_sd, source)
+
+
+NCCL_SPECS = (
+    _spec("fixed_us", "us per captured collective", 4.5, 0.4,
+          f"{_NOTES}: 3.3 us plus kernel start in a graph"),
+    _spec("simple_fixed_us", "us more per Simple collective", 5.0, 0.4,
+          f"{_NCCL}: base 8.4 against 6.6 us; barriers of 17 warps, judged"),
+    _spec("handoff_nvlink_us", "us per hop beside the path", 0.4, 0.5, f"{_NCCL}: 0.6 us a step"),
+    _spec("handoff_p2p_us", "us per hop beside the path", 0.5, 0.5,
+          f"{_NOTES}: 1.0-1.5 us per LL hop, 0.65-1.07 us of it the path"),
+    _spec("handoff_shm_us", "us per hop beside the path", 1.5, 0.6, _JUDGED),
+    _spec("ll128_hop", "x the LL hop", 2.3, 0.25, f"{_NCCL}: 2.5/1.0 (PCIe), 1.9/0.6 (NVLink) us"),
+    _spec("simple_hop", "x the LL hop", 2.8, 0.25,
+          f"{_NCCL}: 5.7/1.0 us; {_NOTES}: 2.3-3.2 us per hop"),
+    _spec("burst", "x the hop, for a full first pass", 0.4, 0.6, _JUDGED),
+    _spec("occupancy", "of the hand-over, in which a rank can do nothing else", 0.4, 0.25, _JUDGED),
+    _spec("corner", "exponent: 1 channel and link times add, large the longer counts", 2.0, 0.3,
+          _JUDGED),
+    *(
+        _spec(f"{proto}_scaling", "exponent of channels: 1 each adds its full rate", 1.0, 0.2,
+              _JUDGED)
+        for proto in ("ll", "ll128", "simple")
+    ),
+    _spec("channel_nvlink_gb_per_s", "GB/s per LL channel, payload", 5.0, 0.4,
+          "4 KiB per pass (512 threads x 8 B) and 0.8 us"),
+    _spec("channel_p2p_gb_per_s", "GB/s per LL channel, payload", 4.0, 0.4,
+          "4 KiB per pass (512 threads x 8 B) and 1 us"),
+    _spec("channel_shm_gb_per_s", "GB/s per LL channel, payload", 2.8, 0.4,
+          "4 KiB per pass and 1.5 us: a read round trip to host memory"),
+    _spec("ll128_rate", "x the LL channel", 1.84, 0.35, f"{_NCCL}: 0.92 against 0.5 of the bus"),
+    _spec("simple_rate", "x the LL channel", 5.0, 0.5,
+          "32 KiB per pass (512 threads x 64 B) against 4 KiB, longer passes; judged"),
+    _spec("link_nvlink", "of the link rate", 0.85, 0.15, _JUDGED),
+    _spec("link_p2p", "of the link rate", 0.80, 0.25, f"{_NOTES}: 43-46 of 55 GB/s bus plateau"),
+    _spec("link_shm", "of the link rate", 0.70, 0.3, f"{_NOTES}: SHM-style copies 43 of 56 GB/s"),
+    _spec("socket_gb_per_s", "GB/s of wire per flow through the other socket's memory", 25.0, 0.9,
+          f"{_NCCL}: 10-40 GB/s by CPU"),
+    _spec("host_cache_mib", "MiB of host memory in flight before it slows", 48.0, 1.2,
+          "last-level cache that I/O may allocate, by CPU; judged"),
+    _spec("spill", "x the host path's time added beyond the cache", 0.7, 0.8, _JUDGED),
+)  # fmt: skip
+DIRECT_SPECS = (
+    _spec("direct_fixed_us", "us per captured one-shot kernel", 3.0, 0.4,
+          f"{_NOTES}: 7.5 us at 1 KiB on 8 GPUs; SGLang 4.5 us on 2"),
+    _spec("direct_read", "of the link rate", 0.55, 0.4, f"{_NOTES}: 29 of 55 GB/s into each GPU"),
+)  # fmt: skip
+GLOO_SPECS = (
+    _spec("gloo_fixed_us", "us per call", 40.0, 0.6, _JUDGED),
+    _spec("gloo_hop_us", "us per hop over a local socket", 20.0, 0.6,
+          "two context switches and a loopback message; judged"),
+    _spec("gloo_gb_per_s", "GB/s per hop", 1.5, 0.6, "loopback copies of one core; judged"),
+)  # fmt: skip
+EAGER_SPECS = (
+    _spec("call_us", "us between eager calls, host-bound", 30.0, 0.5,
+          "aiconfigurator-core 0.12.0 eager rows: 18-40 us; judged"),
+)  # fmt: skip
+ALL_SPECS = NCCL_SPECS + DIRECT_SPECS + GLOO_SPECS + EAGER_SPECS

@@ -42,6 +42,7 @@ def collect_provenance(
     device: str,
     ranks: Sequence[RankEnvironment] = (),
     machine_fingerprint: str = "",
+    nccl: Mapping[str, object] | None = None,
     unknown: Mapping[str, str] | None = None,
     run: RunCommand = run_command,
 ) -> Provenance:
@@ -53,6 +54,8 @@ def collect_provenance(
     reasons = dict(unknown or {})
     if not ranks:
         reasons.setdefault("ranks", "no worker is running")
+    if not nccl:
+        reasons.setdefault("nccl", "NCCL carries nothing here, or logged nothing")
     if not machine_fingerprint:
         reasons.setdefault("machine_fingerprint", "the study names no machine")
     commit, dirty, why = git_state()
@@ -82,6 +85,7 @@ def collect_provenance(
         cpu_affinity=tuple(sorted(os.sched_getaffinity(0))),
         topology=topology,
         machine_fingerprint=machine_fingerprint,
+        nccl=dict(nccl or {}),
         health=() if device == "none" else snapshot(device, run),
         unknown=reasons,
     )

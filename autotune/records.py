@@ -125,6 +125,8 @@ class Provenance(Record):
     cpu_affinity: tuple[int, ...] = ()
     topology: str | None = None
     machine_fingerprint: str = ""
+    #: what NCCL's own log says it chose: versions, transports, channels, choices by size
+    nccl: dict[str, object] = Field(default_factory=dict)
     #: clocks, temperature, power and throttling when this was collected
     health: tuple[Health, ...] = ()
     unknown: dict[str, str] = Field(default_factory=dict)

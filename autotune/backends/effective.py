@@ -6,6 +6,7 @@ may have changed it between the shell and the worker.
 
 from collections.abc import Mapping, Sequence
 
+from autotune.nccl_log_types import NcclLog, ProcessLog
 from autotune.records import RankEnvironment
 from model.spec import KNOB_FIELDS
 
@@ -53,3 +54,67 @@ def library_problems(ranks: Sequence[RankEnvironment]) -> list[str]:
     if len(versions) > 1 or len(libraries) > 1:
         return [f"workers loaded different NCCL libraries: {sorted(libraries)} {sorted(versions)}"]
     return []
+
+
+def nccl_log_problems(
+    expected: Mapping[str, str], ranks: Sequence[RankEnvironment], log: NcclLog
+) -> list[str]:
+    """Settings that a worker's NCCL did not read although they were asked for, one line each.
+
+    The environment proves that a value arrived; this proves that NCCL used it: a library that
+    caches, a configuration file or a plugin may stand between the two.
+    """
+    problems = []
+    for rank in sorted(ranks, key=lambda rank: rank.rank):
+        process = _process_of(rank, log)
+        if process is None:
+            problems.append(f"rank {rank.rank} (pid {rank.pid}) wrote no NCCL log")
+            continue
+        read = process.environment
+        for name, asked in sorted(expected.items()):
+            if name == "NCCL_P2P_LEVEL" and rank.environment.get("NCCL_P2P_DISABLE") == "1":
+                # NCCL never looks at the level then; the model reports the knob as inert
+                continue
+            if name not in read:
+                problems.append(f"rank {rank.rank}: NCCL never read {name}={asked}")
+            elif read[name].lower() != asked.lower():
+                problems.append(
+                    f"rank {rank.rank}: NCCL read {name}={read[name]} instead of {asked}"
+                )
+    return problems
+
+
+def nccl_summary(log: NcclLog) -> dict[str, object]:
+    """What NCCL chose, for the provenance: version, channels, transport, choices by size.
+
+    Values that differ between ranks are listed; choices are rank 0's, as NCCL logs them.
+    """
+    comms = [comm for process in log.processes for comm in process.comms]
+    choices = [
+        {
+            "bytes": choice.size_bytes,
+            "algo": choice.algo,
+            "proto": choice.proto,
+            "channels": [choice.channel_low, choice.channel_high],
+        }
+        for process in log.processes
+        for choice in process.choices
+        if choice.function == "AllReduce"
+    ]
+    return {
+        "versions": list(log.versions),
+        "transports": sorted({comm.transport for comm in comms if comm.transport is not None}),
+        "channels": sorted({c.coll_channels for c in comms if c.coll_channels is not None}),
+        "allreduce_choices": sorted(choices, key=lambda choice: str(choice)),
+        "warnings": sorted({w.text for process in log.processes for w in process.warnings}),
+    }
+
+
+def _process_of(rank: RankEnvironment, log: NcclLog) -> ProcessLog | None:
+    """The log of a worker, by process id; by rank where the ids are of another namespace."""
+    for process in log.processes:
+        if process.pid == rank.pid:
+            return process
+    for process, _ in log.by_rank(rank.rank):
+        return process
+    return None

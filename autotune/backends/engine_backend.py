@@ -18,7 +18,12 @@ from autotune.backends.base import (
     require_open,
     tail,
 )
-from autotune.backends.effective import environment_problems, library_problems
+from autotune.backends.effective import (
+    environment_problems,
+    library_problems,
+    nccl_log_problems,
+    nccl_summary,
+)
 from autotune.backends.engine_args import prompts_per_level, resolve, study_prompts
 from autotune.backends.engine_baselines import Baselines, Prompts
 from autotune.backends.engine_measurement import measured
@@ -26,6 +31,7 @@ from autotune.backends.output_check import Checked, Reference
 from autotune.errors import UserError
 from autotune.health import snapshot
 from autotune.launch import RESTART_KNOBS, launch_mapping, nccl_environment, speculation_mapping
+from autotune.nccl_log import parse_nccl_logs
 from autotune.provenance import collect_provenance
 from autotune.records import (
     Failure,
@@ -62,6 +68,7 @@ class EngineBackend:
         self._engine: Engine | None = None
         self._config: LaunchConfig | None = None
         self._ranks: tuple[RankEnvironment, ...] = ()
+        self._nccl: dict[str, object] = {}
         self._warm: set[tuple[str, int]] = set()
         self._baselines = Baselines(exact=self._settings.dtype == "float32")
         self._num_starts = 0
@@ -143,6 +150,7 @@ class EngineBackend:
             device=self._settings.device,
             ranks=self._ranks,
             machine_fingerprint=machine_fingerprint(),
+            nccl=self._nccl,
         )
 
     def close(self) -> None:
@@ -235,8 +243,16 @@ class EngineBackend:
             for worker in engine.environment()
         )
         base = Knobs.of({**settings, "speculation.method": "off"})
-        problems = environment_problems(nccl_environment(base), self._ranks, base.tp)
+        expected = nccl_environment(base)
+        problems = environment_problems(expected, self._ranks, base.tp)
         problems += library_problems(self._ranks)
+        self._nccl = {}
+        if self._settings.device == "cuda" and base.tp > 1:
+            # a communicator is made at the first collective: have one before reading the log
+            engine.allreduce_bench([4096], repeats=1)
+            log = parse_nccl_logs(self._log_dir.glob(f"nccl.{self._num_starts}.*.log"))
+            problems += nccl_log_problems(expected, self._ranks, log)
+            self._nccl = nccl_summary(log)
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             failure = Failure(

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from autotune.backends.effective import environment_problems, library_problems
 from autotune.backends.engine_baselines import Baselines
 from autotune.backends.output_check import (
     Reference,
@@ -13,7 +12,6 @@ from autotune.backends.output_check import (
     first_divergence,
     self_noise,
 )
-from autotune.records import RankEnvironment
 from model.spec import Knobs, Workload
 
 BASE = Reference(((1, 2, 3, 4), (5, 6, 7, 8)), ((2.0, 0.01, 3.0, 1.0), (1.0, 2.0, 0.5, 4.0)))
@@ -162,50 +160,3 @@ def test_in_fp32_the_first_baseline_repeat_is_the_reference() -> None:
     baselines.prepare(off, workload(), [(1,), (2,)], never)
     assert baselines.check(off, workload(), [(1,), (2,)]).verdict == "exact"
     assert baselines.check(off, workload(), [(1,), (3,)]).verdict == "incorrect"
-
-
-def rank(number: int, library: str = "/l/libnccl.so.2", **environment: str) -> RankEnvironment:
-    return RankEnvironment(
-        rank=number,
-        pid=100 + number,
-        environment=environment,
-        nccl_library=library,
-        nccl_version="2.28.9",
-    )
-
-
-@pytest.mark.parametrize(
-    ("ranks", "problems"),
-    [
-        pytest.param([rank(0, NCCL_PROTO="LL"), rank(1, NCCL_PROTO="LL")], [], id="effective"),
-        pytest.param(
-            [rank(0, NCCL_PROTO="LL"), rank(1)],
-            ["rank 1 has no NCCL_PROTO=LL (nccl.proto)"],
-            id="one-rank-lost-it",
-        ),
-        pytest.param(
-            [rank(0, NCCL_PROTO="LL"), rank(1, NCCL_PROTO="Simple")],
-            ["rank 1 has NCCL_PROTO=Simple instead of NCCL_PROTO=LL (nccl.proto)"],
-            id="one-rank-has-another",
-        ),
-        pytest.param(
-            [rank(0, NCCL_PROTO="LL", NCCL_ALGO="Tree"), rank(1, NCCL_PROTO="LL")],
-            ["rank 0 has NCCL_ALGO=Tree, but nccl.algo was left to NCCL"],
-            id="a-setting-nobody-asked-for",
-        ),
-        pytest.param(
-            [rank(0, NCCL_PROTO="LL")],
-            ["1 of 2 workers told their environment"],
-            id="a-silent-worker",
-        ),
-    ],
-)
-def test_a_setting_that_did_not_arrive_is_named(
-    ranks: list[RankEnvironment], problems: list[str]
-) -> None:
-    assert environment_problems({"NCCL_PROTO": "LL"}, ranks, 2) == problems
-
-
-def test_two_nccl_libraries_are_a_problem() -> None:
-    assert library_problems([rank(0), rank(1)]) == []
-    assert len(library_problems([rank(0), rank(1, library="/other/libnccl.so.2")])) == 1

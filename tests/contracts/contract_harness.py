@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +64,13 @@ def workload_of(study: Study, concurrency: int = 2) -> Workload:
     )
 
 
-def study_of(kind: str, args: dict[str, object], target: Path | None, **workload: object) -> Study:
+def study_of(
+    kind: str,
+    args: dict[str, object],
+    target: Path | None,
+    space: dict[str, object] | None = None,
+    **workload: object,
+) -> Study:
     """A study of two load levels on a tiny model."""
     shape = {"shape": "qwen3-30b-a3b", "weights": "random"}
     return Study.model_validate(
@@ -78,7 +86,7 @@ def study_of(kind: str, args: dict[str, object], target: Path | None, **workload
                 **workload,
             },
             "backend": {"kind": kind, "args": args},
-            "space": {"speculation.method": ["off"], "parallel.tp": [1, 2]},
+            "space": {"speculation.method": ["off"], "parallel.tp": [1, 2]} | (space or {}),
             "budget": {"measured_trials": 2},
             "measure": {"warmup": 1},
         }
@@ -162,33 +170,72 @@ def measure_some(
 
 
 def tiny_checkpoint(folder: Path, seed: int = 0) -> Path:
-    """A random Qwen3-MoE of a few hundred kB with a byte-level tokenizer, in Hugging Face form."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    """A random Qwen3-MoE of a few hundred kB with a byte-level tokenizer, in Hugging Face form.
 
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=256,
-        eos_token_id=256,
-        pad_token_id=256,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    Written by hand: importing transformers takes longer than all tests that need the folder.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    draws = torch.Generator().manual_seed(seed)
+    hidden, layers, heads, kv_heads, head_dim, experts, wide = 64, 4, 4, 2, 16, 4, 32
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draws) * 0.2
+
+    weights = {
+        "model.embed_tokens.weight": random(VOCAB, hidden),
+        "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": random(VOCAB, hidden),
+    }
+    for layer in range(layers):
+        name = f"model.layers.{layer}"
+        weights |= {
+            f"{name}.input_layernorm.weight": torch.ones(hidden),
+            f"{name}.post_attention_layernorm.weight": torch.ones(hidden),
+            f"{name}.self_attn.q_proj.weight": random(heads * head_dim, hidden),
+            f"{name}.self_attn.k_proj.weight": random(kv_heads * head_dim, hidden),
+            f"{name}.self_attn.v_proj.weight": random(kv_heads * head_dim, hidden),
+            f"{name}.self_attn.o_proj.weight": random(hidden, heads * head_dim),
+            f"{name}.self_attn.q_norm.weight": torch.ones(head_dim),
+            f"{name}.self_attn.k_norm.weight": torch.ones(head_dim),
+            f"{name}.mlp.gate.weight": random(experts, hidden),
+        }
+        for expert in range(experts):
+            place = f"{name}.mlp.experts.{expert}"
+            weights[f"{place}.gate_proj.weight"] = random(wide, hidden)
+            weights[f"{place}.up_proj.weight"] = random(wide, hidden)
+            weights[f"{place}.down_proj.weight"] = random(hidden, wide)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": 64,
+        "moe_intermediate_size": wide,
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": 256,
+        "eos_token_id": 256,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: index for index, letter in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -202,9 +249,6 @@ def tiny_checkpoint(folder: Path, seed: int = 0) -> Path:
 
 def engine_harness(tmp_path: Path, checkpoint: Path, device: str = "cpu") -> Harness:
     """The real engine on a tiny random checkpoint; provoking a failure kills one worker."""
-    import os
-    import signal
-
     args: dict[str, object] = {"device": device, "timeout_s": 60}
     study = study_of("engine", args, checkpoint)
     backend = create_backend("engine", context_of(study, tmp_path))

@@ -13,7 +13,6 @@ from contract_harness import (
     engine_harness,
     replay_harness,
     sim_harness,
-    tiny_checkpoint,
 )
 
 from autotune.backends.base import UNPLACED, Backend, Group
@@ -23,12 +22,6 @@ from model.spec import CYCLE_TERMS, DECODE_TERMS, Knobs
 
 #: the parts of a cycle must add up to it
 SUM_TOLERANCE = 0.02
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One tiny checkpoint for all engine tests."""
-    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(

@@ -12,7 +12,7 @@ the others holds all of them up at every step (the slowest): the longer of the t
 - stream: the bytes of a hop at the rate of the channels together or of the fullest link, whichever
   is slower, with a soft corner where both are near. The first pass of a block protocol is part of
   the handover.
-Ring: 2(n-1) hops of S/n bytes. Tree on one node is a chain: up and down, pipelined in chunks.
+Ring: 2(n-1) hops of S/n bytes. A tree on one node is a chain: 2(n-1) hops up and down, in pieces.
 """
 
 from collections.abc import Callable, Mapping
@@ -65,7 +65,7 @@ def _nccl_us(design: Design, c: Lookup) -> Array:
     factor = design.ll + design.ll128 * c("ll128_hop") + design.simple * c("simple_hop")
     first = np.minimum(design.step_bytes, design.pass_bytes)
     burst = 1.0 + c("burst") * first / (first + _BURST_BYTES)
-    around, slowest = np.zeros(1), np.zeros(1)
+    around, slowest, work = np.zeros(1), np.zeros(1), np.zeros(1)
     for transport in TRANSPORTS:
         share = getattr(design, f"share_{transport}")
         if not share.any():
@@ -74,9 +74,15 @@ def _nccl_us(design: Design, c: Lookup) -> Array:
         handover = (path + c(f"handoff_{transport}_us")) * factor * burst
         stream = _stream_us(design, c, transport) / design.hops
         around = around + share * (handover + stream)
-        slowest = np.maximum(slowest, (share > 0) * (c("occupancy") * handover + stream))
+        busy = c("occupancy") * handover + stream
+        work = work + share * busy
+        slowest = np.maximum(slowest, (share > 0) * busy)
     fixed = c("fixed_us") + design.simple * c("simple_fixed_us")
-    total: Array = fixed + design.hops * np.maximum(around, slowest)
+    # a ring turns on itself, so its slowest rank paces every step; in a chain only the pieces
+    # after the first queue up at a rank: on its slowest way, and on its way in the other sense
+    ring = design.hops * np.maximum(around, slowest)
+    chain = design.hops * around + design.tail_pieces * (slowest + work)
+    total: Array = fixed + np.where(design.tree > 0, chain, ring)
     return total
 
 

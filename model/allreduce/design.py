@@ -5,6 +5,7 @@ once; predicting many rows for many constants is then pure numpy (``model.allred
 Sizes are bytes, rates GB/s = 10^9 bytes per second, times us.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Self
@@ -32,6 +33,8 @@ WIRE_FACTOR = {"LL": 2.0, "LL128": 16.0 / 15.0, "Simple": 1.0}
 SLOT_BYTES = {"LL": 32768.0, "LL128": 576000.0, "Simple": 524288.0}
 NUM_SLOTS = 8
 _DEFAULT_BUFFSIZE = 4 << 20
+#: most pieces that a tree's pipeline is modelled with
+MAX_PIECES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,8 @@ class Design:
     stream_bytes: Array
     #: the same with the first passes: what the links carry, flags apart
     moved_bytes: Array
+    #: pieces of a tree's pipeline after the first, which the slowest rank handles twice
+    tail_pieces: Array
     wire: Array
     #: share of the slowest links that a flow gets, by what the bottleneck carries
     link_nvlink_gb_per_s: Array
@@ -123,12 +128,27 @@ def nccl_design(
 ) -> Design:
     """Rows of NCCL all-reduces: one per size, run as its plan says over rings ``orders``."""
     check_ranks(machine, num_ranks)
-    ways = _ways(machine, [hop for order in orders for hop in ring_hops(machine, order, p2p_level)])
+    rings = [ring_hops(machine, order, p2p_level) for order in orders]
+    chains = [
+        hop_between(machine, *ends, p2p_level, num_ranks)
+        for ring in rings
+        for hop in ring[:-1]
+        for ends in ((hop.source, hop.target), (hop.target, hop.source))
+    ]
+    ways = {
+        "ring": _ways(machine, [hop for ring in rings for hop in ring]),
+        "tree": _ways(machine, chains),
+    }
     rows = [
-        _nccl_row(num_ranks, size, plan, ways, len(orders), buffsize_bytes)
+        _nccl_row(num_ranks, size, plan, ways[plan.algo], len(orders), buffsize_bytes)
         for size, plan in zip(sizes_bytes, plans, strict=True)
     ]
     return _stack(rows)
+
+
+def tree_pieces(share_bytes: float, slot_bytes: float) -> int:
+    """Pieces that a tree cuts a channel's share into: a slot each, at most ``MAX_PIECES``."""
+    return min(MAX_PIECES, max(1, math.ceil(share_bytes / slot_bytes)))
 
 
 def direct_design(
@@ -221,16 +241,10 @@ def _nccl_row(
     if proto == "Simple" and buffsize is not None:
         slot *= buffsize / _DEFAULT_BUFFSIZE
     hops = 2 * (n - 1)
-    if plan.algo == "tree":
-        share = size / channels
-        step = min(share, slot)
-        # chunks of the pipeline after the first go up and down through the busiest rank
-        stream = channels * (hops * max(0.0, step - passed) + 2.0 * (share - step))
-        moved = channels * (hops * step + 2.0 * (share - step))
-    else:
-        step = size / (n * channels)
-        stream = channels * hops * max(0.0, step - passed)
-        moved = channels * hops * step
+    pieces = tree_pieces(size / channels, slot) if plan.algo == "tree" else 1
+    step = size / channels / (pieces if plan.algo == "tree" else n)
+    stream = channels * hops * max(0.0, step - passed)
+    moved = channels * hops * step
     used = min(step, slot * (4 if proto == "Simple" else 1))
     per_slot = min(used, slot)
     flows = ways.shm_flows / num_orders
@@ -247,6 +261,7 @@ def _nccl_row(
         "channels": channels,
         "step_bytes": step,
         "moved_bytes": moved,
+        "tail_pieces": pieces - 1.0,
         "pass_bytes": passed,
         "wire": WIRE_FACTOR[proto],
         "shm_flows": flows,

@@ -5,6 +5,7 @@ Top level: ``format``, ``machine_fingerprint``, ``engine`` (the schema of
 lines of SGLang and vLLM by load level) and ``evidence`` (what was measured, never needed to start).
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from autotune.export_servers import (
 )
 from autotune.launch import RESTART_KNOBS, launch_mapping, nccl_environment
 from autotune.schemas import Study
-from model.spec import Knobs
+from model.spec import Knobs, Scalar
 
 FORMAT = "autotune-best/1"
 
@@ -115,15 +116,14 @@ def choose_levels(candidates: Sequence[LevelBest]) -> tuple[LevelBest, ...]:
     ``ValueError`` when no group was measured at every level.
     """
     levels = sorted({candidate.concurrency for candidate in candidates})
-    groups: dict[tuple[object, ...], dict[int, LevelBest]] = {}
-    for candidate in candidates:
-        values = candidate.knobs.values()
-        key = tuple(values[name] for name in RESTART_KNOBS if not name.startswith("cuda_graph."))
-        of_group = groups.setdefault(key, {})
-        held = of_group.get(candidate.concurrency)
-        if held is None or candidate.measured.tokens_per_s > held.measured.tokens_per_s:
-            of_group[candidate.concurrency] = candidate
-    complete = [of_group for of_group in groups.values() if len(of_group) == len(levels)]
+    plain = {_graphs(c) for c in candidates if c.knobs.method == "off"} or {()}
+    speculative = {_graphs(c) for c in candidates if c.knobs.method != "off"} or {()}
+    complete = []
+    for settings in dict.fromkeys(_settings(candidate) for candidate in candidates):
+        for graphs in itertools.product(sorted(plain), sorted(speculative)):
+            of_group = _best_of_group(candidates, settings, graphs)
+            if len(of_group) == len(levels):
+                complete.append(of_group)
     if not complete:
         raise ValueError(f"no group of knobs was measured at every concurrency of {levels}")
 
@@ -135,6 +135,36 @@ def choose_levels(candidates: Sequence[LevelBest]) -> tuple[LevelBest, ...]:
 
     best = max(complete, key=product)
     return tuple(best[level] for level in levels)
+
+
+def _settings(candidate: LevelBest) -> tuple[Scalar | None, ...]:
+    """What one start fixes for all levels, graphs left out."""
+    values = candidate.knobs.values()
+    return tuple(values[name] for name in RESTART_KNOBS if not name.startswith("cuda_graph."))
+
+
+def _graphs(candidate: LevelBest) -> tuple[bool, ...]:
+    """The graphs that these knobs use: plain decoding its own, a cycle its three."""
+    knobs = candidate.knobs
+    if knobs.method == "off":
+        return (knobs.graph_decode,)
+    return (knobs.graph_draft, knobs.graph_verify, knobs.graph_extend)
+
+
+def _best_of_group(
+    candidates: Sequence[LevelBest],
+    settings: tuple[Scalar | None, ...],
+    graphs: tuple[tuple[bool, ...], ...],
+) -> dict[int, LevelBest]:
+    """Concurrency -> the fastest candidate that one start with these settings serves."""
+    best: dict[int, LevelBest] = {}
+    for candidate in candidates:
+        if _settings(candidate) != settings or _graphs(candidate) not in graphs:
+            continue
+        held = best.get(candidate.concurrency)
+        if held is None or candidate.measured.tokens_per_s > held.measured.tokens_per_s:
+            best[candidate.concurrency] = candidate
+    return best
 
 
 def best_mapping(

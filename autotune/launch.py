@@ -56,6 +56,7 @@ def launch_mapping(
                     f"{knobs.values()[name]}; choose the levels from one group"
                 )
     knobs_list = [knobs for _, knobs in levels]
+    plain = [knobs for knobs in knobs_list if knobs.method == "off"]
     return {
         "target": model_mapping(study.target),
         "draft": None if study.draft is None else draft_mapping(study.draft),
@@ -75,7 +76,8 @@ def launch_mapping(
             "p2p_level": _or_none(first.nccl_p2p_level),
         },
         "cuda_graph": {
-            "decode": any(knobs.graph_decode for knobs in knobs_list),
+            # a speculative level never decodes plainly: a plain one decides where there is one
+            "decode": any(knobs.graph_decode for knobs in plain or knobs_list),
             "draft": any(knobs.graph_draft for knobs in knobs_list),
             "verify": any(knobs.graph_verify for knobs in knobs_list),
             "extend": any(knobs.graph_extend for knobs in knobs_list),

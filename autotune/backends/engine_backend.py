@@ -71,6 +71,7 @@ class EngineBackend:
         self._nccl: dict[str, object] = {}
         self._warm: set[tuple[str, int]] = set()
         self._baselines = Baselines(exact=self._settings.dtype == "float32")
+        self._prompts_of: dict[int, Prompts] = {}
         self._num_starts = 0
 
     def group(self, knobs: Knobs) -> Group:
@@ -272,9 +273,12 @@ class EngineBackend:
     # -- measuring -----------------------------------------------------------------------------
 
     def _prompts(self, workload: Workload) -> Prompts:
-        count = prompts_per_level(self._study, workload.concurrency)
-        prompts = study_prompts(self._study, count)
-        return prompts.token_ids
+        """Prompts of a level, read once: cutting them takes longer than a short repeat."""
+        level = workload.concurrency
+        if level not in self._prompts_of:
+            count = prompts_per_level(self._study, level)
+            self._prompts_of[level] = study_prompts(self._study, count).token_ids
+        return self._prompts_of[level]
 
     def _warm_up(
         self,

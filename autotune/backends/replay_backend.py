@@ -6,8 +6,9 @@ the recorded order; when they run out, one of them is drawn again and says so in
 
 from collections import defaultdict
 from pathlib import Path
+from typing import Self
 
-from pydantic import ValidationError
+from pydantic import StrictStr, ValidationError, model_validator
 
 from autotune.backends.base import (
     UNPLACED,
@@ -16,7 +17,8 @@ from autotune.backends.base import (
     failed_measurement,
     require_open,
 )
-from autotune.backends.recording import Recorded, Recording, read_recording
+from autotune.backends.recording import Recorded, read_recording
+from autotune.backends.recording_store import recording_of_study
 from autotune.backends.sim_noise import stream
 from autotune.errors import UserError
 from autotune.provenance import collect_provenance
@@ -33,7 +35,18 @@ class ReplayArgs(Schema):
     """``backend.args`` of ``replay``."""
 
     #: a file of measurements (JSON lines); relative paths start at the study file
-    path: Path
+    path: Path | None = None
+    #: or a SQLAlchemy URL and the study in it
+    database: StrictStr | None = None
+    study: StrictStr | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.database is None):
+            raise ValueError("give either path or database")
+        if (self.database is None) != (self.study is None):
+            raise ValueError("database and study go together")
+        return self
 
 
 class ReplayBackend:
@@ -48,9 +61,18 @@ class ReplayBackend:
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(("backend.args", *(str(part) for part in first["loc"])))
-            raise UserError(f"{field}: {first['msg']}; replay takes {{path: FILE.jsonl}}") from None
-        self._path = context.study_dir / args.path.expanduser()
-        self._recording: Recording = read_recording(self._path)
+            raise UserError(
+                f"{field}: {first['msg'].removeprefix('Value error, ')}; replay takes "
+                "{path: FILE.jsonl} or {database: URL, study: NAME}"
+            ) from None
+        if args.path is not None:
+            path = context.study_dir / args.path.expanduser()
+            self._source, self._recording = path.name, read_recording(path)
+        else:
+            assert args.database is not None
+            assert args.study is not None
+            self._source = f"study {args.study}"
+            self._recording = recording_of_study(args.database, args.study)
         self._seed = context.study.seed
         self._by_load: dict[tuple[str, int], list[Recorded]] = defaultdict(list)
         for recorded in self._recording.repeats:
@@ -96,7 +118,7 @@ class ReplayBackend:
         reason = "replayed from a file that recorded no provenance"
         unknown = dict.fromkeys(("ranks", "machine_fingerprint"), reason)
         return collect_provenance(
-            {"backend": self.name, "path": str(self._path)}, device="none", unknown=unknown
+            {"backend": self.name, "source": self._source}, device="none", unknown=unknown
         )
 
     def close(self) -> None:
@@ -115,7 +137,7 @@ class ReplayBackend:
             ]
             message = f"these knobs were recorded with {', '.join(differ)}"
         else:
-            message = f"not recorded in {self._path.name}; {self._nearest(knobs, workload)}"
+            message = f"not recorded in {self._source}; {self._nearest(knobs, workload)}"
         failure = Failure(kind="invalid", stage="measure", message=message)
         now = self._recording.repeats[-1].measurement.ended
         return failed_measurement(knobs, workload, repeat, failure, started=now, ended=now)

@@ -12,6 +12,7 @@ from autotune.backends.base import Backend
 from autotune.backends.recording import Recorded, Recording, read_recording, write_recording
 from autotune.backends.registry import create_backend
 from autotune.errors import UserError
+from autotune.store.store import Store
 from model.spec import Knobs, Workload
 
 CHAIN = knobs(2, "nccl", method="eagle3", steps=3, topk=1)
@@ -171,6 +172,53 @@ def test_a_file_that_is_no_recording_is_refused(
         )
 
 
-def test_replay_without_a_path_says_what_it_takes(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"backend\.args\.path: .*\{path: FILE\.jsonl\}"):
-        create_backend("replay", context_of(study_of("replay", {}, None), tmp_path))
+@pytest.mark.parametrize(
+    ("args", "match"),
+    [
+        pytest.param({}, r"give either path or database; .*\{path: FILE\.jsonl\}", id="nothing"),
+        pytest.param(
+            {"path": "a", "database": "sqlite:///a", "study": "s"}, "give either", id="two"
+        ),
+        pytest.param({"database": "sqlite:///a"}, "go together", id="no-study"),
+        pytest.param({"file": "a"}, r"backend\.args\.file: Extra", id="unknown"),
+    ],
+)
+def test_wrong_arguments_say_what_replay_takes(
+    tmp_path: Path, args: dict[str, object], match: str
+) -> None:
+    with pytest.raises(UserError, match=match):
+        create_backend("replay", context_of(study_of("replay", args, None), tmp_path))
+
+
+def test_a_studys_database_is_a_recording(tmp_path: Path) -> None:
+    recording, workload = recorded(tmp_path)
+    url = f"sqlite:///{tmp_path}/study.db"
+    store = Store.create(url)
+    view = store.add_study(
+        name="kept", text="", label="", base_dir=tmp_path, machine=None, workloads={2: workload}
+    )
+    worker = store.add_worker(view.id)
+    for number, each in enumerate((PLAIN, CHAIN)):
+        trial = store.claim_trial(
+            study_id=view.id,
+            claim=f"search:{each.id}",
+            role="search",
+            origin="test",
+            knobs=each,
+            group_id=None,
+            worker_id=worker,
+        )
+        assert trial is not None
+        store.set_number(trial, number)
+        for row in recording.repeats:
+            if row.knobs == each:
+                placed = row.measurement.model_copy(update={"trial": number})
+                store.add_measurement(view.id, trial, placed)
+        assert recording.provenance is not None
+        store.set_provenance(trial, recording.provenance)
+    args = {"database": url, "study": "kept"}
+    backend = create_backend("replay", context_of(study_of("replay", args, None), tmp_path))
+    backend.open(backend.group(PLAIN))
+    served = [backend.measure(CHAIN, workload, repeat) for repeat in range(3)]
+    assert served == [r.measurement for r in recording.repeats if r.knobs == CHAIN]
+    assert backend.provenance() == recording.provenance

@@ -186,6 +186,47 @@ def test_levels_come_from_the_group_with_the_best_product_of_speedups() -> None:
     assert [(c.concurrency, c.measured.tokens_per_s) for c in chosen] == [(1, 180), (8, 130)]
 
 
+def test_levels_are_served_with_the_graphs_they_were_measured_with() -> None:
+    graphed = {"cuda_graph.verify": True, "cuda_graph.draft": True}
+    candidates = [
+        level({**TREE, **graphed}, 200, concurrency=1),
+        level(TREE, 190, concurrency=1),
+        level({**CHAIN, **graphed}, 110, concurrency=8),
+        # fastest at 8, but without the graphs that win at 1
+        level(CHAIN, 115, concurrency=8),
+    ]
+    chosen = choose_levels(candidates)
+    assert [c.measured.tokens_per_s for c in chosen] == [200, 110]
+    mapping = launch_mapping(
+        study(),
+        [(c.concurrency, c.knobs) for c in chosen],
+        device="cuda",
+        dtype="bfloat16",
+        max_context=64,
+        timeout_s=1.0,
+    )
+    assert mapping["cuda_graph"] == {
+        "decode": False,
+        "draft": True,
+        "verify": True,
+        "extend": False,
+    }
+
+
+def test_a_plain_level_decides_the_decode_graph() -> None:
+    speculative = Knobs.of({**CHAIN, "cuda_graph.decode": True, "cuda_graph.verify": True})
+    mapping = launch_mapping(
+        study(),
+        [(1, speculative), (8, Knobs.of(OFF))],
+        device="cuda",
+        dtype="bfloat16",
+        max_context=64,
+        timeout_s=1.0,
+    )
+    assert mapping["cuda_graph"]["decode"] is False
+    assert mapping["cuda_graph"]["verify"] is True
+
+
 def test_the_yaml_holds_schedule_environment_commands_and_evidence(tmp_path: Path) -> None:
     path = tmp_path / "best.yaml"
     levels = [level({**TREE, **STORY}, 150), level({**OFF, **STORY}, 101, concurrency=8)]

@@ -118,6 +118,11 @@ class History:
             return self.by_knobs[trial.knobs.id]
         return None
 
+    def result_of(self, trial_id: int) -> KnobsResult:
+        """Everything measured of the knobs of a trial."""
+        trial = next(trial for trial in self.trials if trial.id == trial_id)
+        return self.by_knobs[trial.knobs.id]
+
     @property
     def num_search_trials(self) -> int:
         """Trials that count against ``budget.measured_trials``."""

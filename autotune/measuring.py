@@ -5,7 +5,7 @@ A ``Bench`` holds the backend's open group. Failures are values: they end the tr
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.backends.base import Backend, BackendFailure, Group
@@ -94,8 +94,9 @@ class Bench:
         second: TrialView,
         num_pairs: int,
         done: Mapping[int, tuple[RepeatView, ...]],
+        levels: Sequence[int] | None = None,
     ) -> tuple[Failure | None, Failure | None]:
-        """Measure two arms in turns (ABBA), ``num_pairs`` repeats each at every level.
+        """Measure two arms in turns (ABBA), ``num_pairs`` repeats each at ``levels`` (None: all).
 
         Arms that need different groups are visited A B A, half of A's repeats on either side, so
         that a linear drift still cancels. Returns the failure of each arm.
@@ -105,7 +106,7 @@ class Bench:
         together = self.backend.group(first.knobs) == self.backend.group(second.knobs)
         order = _abba(num_pairs) if together else _aba(num_pairs)
         for index, round_number in order:
-            for level in self.workloads:
+            for level in levels or tuple(self.workloads):
                 if series[index].valid(level) > round_number:
                     continue
                 failure = self.ensure_open(arms[index].knobs)

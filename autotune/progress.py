@@ -91,7 +91,8 @@ class Progress:
             middle = sorted(values)[len(values) // 2]
             spread = f"{min(values):.1f}–{max(values):.1f}"
             parts.append(f"c={level}: {middle:.1f} tok/s ({spread}, n={len(values)})")
-        self.note(f"  measured {'; '.join(parts)}")
+        whose = "measured" if trial.role == "search" else f"{trial.role} {trial.knobs.label()}:"
+        self.note(f"  {whose} {'; '.join(parts)}")
 
     def noise_floors(self, floors: Mapping[int, NoiseFloor]) -> None:
         """The A/A pair is done."""

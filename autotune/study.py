@@ -32,7 +32,7 @@ from autotune.trial_values import objective_values
 from model.spec import Knobs
 
 #: pairs of an A/A or final comparison: enough for a two-sided test, if max_repeats allows
-_MIN_PAIRS, _PAIRS = 3, 6
+_MIN_PAIRS, _PAIRS = 4, 6
 #: a trial whose worker died this often is failed instead of tried again
 _MAX_ATTEMPTS = 3
 _POLL_S = 1.0
@@ -182,6 +182,7 @@ class StudyRun:
         for level, result in best.items():
             if result.knobs != self.plan.baseline:
                 winners.setdefault(result.knobs.id, []).append(level)
+        pairs = self._pairs_in_time(max(1, sum(map(len, winners.values()))))
         for knobs_id, levels in winners.items():
             knobs = history.by_knobs[knobs_id].knobs
             origin = f"final: best at {','.join(map(str, levels))}"
@@ -194,7 +195,7 @@ class StudyRun:
                 continue
             self.progress.stage("best against baseline, in turns", knobs)
             done = History.read(self.store, self.view.id).repeats_of
-            failures = self.bench.run_arms(ours, base, self._num_pairs(), done)
+            failures = self.bench.run_arms(ours, base, pairs, done, levels)
             for trial, failure in zip((ours, base), failures, strict=True):
                 self._finish(trial, failure)
 
@@ -287,12 +288,15 @@ class StudyRun:
         return self.study.budget.wall_time_s - worked_s(self.store.workers(self.view.id))
 
     def _final_s(self, history: History) -> float:
-        """Seconds to keep for the final comparison."""
+        """Seconds to keep for the final comparison: every level has one winner."""
+        return self._repeat_s(history) * 2 * self._num_pairs() * len(self.plan.workloads)
+
+    def _repeat_s(self, history: History) -> float:
+        """Mean seconds of a repeat, with what lies between two repeats."""
         rows = [row for row in history.repeats if row.failure_kind is None]
         if not rows:
             return 0.0
-        mean_s = sum((row.ended - row.started).total_seconds() for row in rows) / len(rows)
-        return mean_s * 2 * self._num_pairs() * len(self.plan.workloads)
+        return sum((row.ended - row.started).total_seconds() for row in rows) / len(rows)
 
     def _may_open(self) -> bool:
         limit = self.study.budget.server_starts
@@ -308,6 +312,15 @@ class StudyRun:
 
     def _num_pairs(self) -> int:
         return max(_MIN_PAIRS, min(_PAIRS, self.study.measure.max_repeats))
+
+    def _pairs_in_time(self, num_levels: int) -> int:
+        """Pairs of the final comparison that the wall time leaves room for."""
+        history = History.read(self.store, self.view.id)
+        left_s, repeat_s = self._time_left_s(history), self._repeat_s(history)
+        if left_s is None or repeat_s <= 0:
+            return self._num_pairs()
+        affordable = int(left_s / (2 * repeat_s * num_levels))
+        return max(_MIN_PAIRS, min(self._num_pairs(), affordable))
 
     # noise floor
 

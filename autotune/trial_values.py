@@ -18,6 +18,8 @@ def objective_values(history: History, study: Study, trial_id: int) -> list[floa
     for metric, _ in study.objective.metrics:
         for level in levels:
             values = history.trial_values(trial_id, level, metric)
+            # a final comparison measures only the levels that its knobs won
+            values = values or history.result_of(trial_id).values(level, metric)
             if not values:
                 return None
             medians[metric, level] = statistics.median(values)

@@ -129,12 +129,8 @@ def nccl_design(
     """Rows of NCCL all-reduces: one per size, run as its plan says over rings ``orders``."""
     check_ranks(machine, num_ranks)
     rings = [ring_hops(machine, order, p2p_level) for order in orders]
-    chains = [
-        hop_between(machine, *ends, p2p_level, num_ranks)
-        for ring in rings
-        for hop in ring[:-1]
-        for ends in ((hop.source, hop.target), (hop.target, hop.source))
-    ]
+    # a chain is the ring without its last hop; up and down take the links' two directions in turn
+    chains = [hop for ring in rings for hop in ring[:-1]]
     ways = {
         "ring": _ways(machine, [hop for ring in rings for hop in ring]),
         "tree": _ways(machine, chains),

@@ -15,6 +15,9 @@ from autotune.errors import AutotuneError
 #: a command itself
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "study": ("autotune.cli.study:app", "Start, resume, stop and read studies."),
+    "doctor": ("autotune.cli.doctor:doctor", "Find host faults that make serving slow."),
+    "probe": ("autotune.cli.probe:probe", "Measure this host and write a machine file."),
+    "dashboard": ("autotune.cli.dashboard:dashboard", "Show a study in the browser."),
     "predict": (
         "autotune.cli.predict:predict",
         "Predict knobs, or rank a study, without measuring.",

@@ -30,7 +30,10 @@ def _rotated_halves(
     rows, in_row, gain, cos, sin, position, d, eps,
     HALF: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of ``rows`` after RMSNorm (optional) and rotation, fp32."""
+    """Both halves of ``rows`` after RMSNorm (optional) and rotation, fp32.
+
+    The two halves of a table row are equal, so one is read.
+    """
     inside = in_row[:, None] & (d < HALF)[None, :]
     a = tl.load(rows[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
     b = tl.load(rows[:, None] + (HALF + d)[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -40,11 +43,9 @@ def _rotated_halves(
         a *= scale * tl.load(gain + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
         b *= scale * tl.load(gain + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
     table = position[:, None] * (2 * HALF) + d[None, :]
-    c_a = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
-    s_a = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
-    c_b = tl.load(cos + table + HALF, mask=inside, other=0.0).to(tl.float32)
-    s_b = tl.load(sin + table + HALF, mask=inside, other=0.0).to(tl.float32)
-    return a * c_a - b * s_a, b * c_b + a * s_b
+    c = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
+    return a * c - b * s, b * c + a * s
 
 
 @triton.jit

@@ -46,7 +46,7 @@ def default_config(
 ) -> Config:
     """A good choice without tuning: enough bytes in flight on every multiprocessor."""
     if num_tokens == 1:
-        block_k = min(pow2(num_inputs), 2048)
+        block_k = min(pow2(num_inputs), 8192 // element_bytes)
         block_o = max(1, min(8, 32768 // (block_k * element_bytes)))
         return {"vector": 1, "block_o": block_o, "block_k": block_k, "num_warps": 4}
     block_k = min(pow2(num_inputs, 16), 256 // element_bytes if num_tokens <= 32 else 64)

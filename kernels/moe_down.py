@@ -30,36 +30,44 @@ MAX_STATIONARY_TOKENS = 16
 def down_vector_kernel(
     hidden, down, weights, experts, residual, out, H, expert_stride, row_stride,
     INTER: tl.constexpr, K: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     i = tl.arange(0, BLOCK_I)
+    k = tl.arange(0, UNROLL)
     in_o = o < H
-    rows = down + o.to(tl.int64)[:, None] * row_stride + i[None, :]
+    rows = down + o.to(tl.int64)[None, :, None] * row_stride + i[None, None, :]
     if PDL:
         # the router wrote the experts two kernels ago, see wait_for_predecessor
-        for k in tl.static_range(K):
-            e = tl.load(experts + k, cache_modifier=".cg").to(tl.int64)
-            line = tl.arange(0, BLOCK_I // 64) * 64
-            first = tl.minimum(o, H - 1).to(tl.int64)[:, None] * row_stride
-            prefetch_l2(
-                down + e * expert_stride + first + tl.minimum(line, INTER - 1)[None, :], PDL
-            )  # fmt: skip
+        LINE: tl.constexpr = 128 // (down.dtype.element_ty.primitive_bitwidth // 8)
+        line = tl.arange(0, BLOCK_I // LINE if BLOCK_I >= LINE else 1) * LINE
+        first = tl.minimum(o, H - 1).to(tl.int64)[:, None] * row_stride
+        first = first + tl.minimum(line, INTER - 1)[None, :]
+        for n in range(0, K):
+            e = tl.load(experts + n, cache_modifier=".cg").to(tl.int64)
+            prefetch_l2(down + e * expert_stride + first, PDL)
     wait_for_predecessor(PDL)
     acc = tl.zeros([BLOCK_O, BLOCK_I], dtype=tl.float32)
-    for k in tl.static_range(K):
-        e = tl.load(experts + k).to(tl.int64)
-        w = tl.load(weights + k).to(tl.float32)
+    # several experts' rows in one load: that is what keeps enough bytes in flight
+    for k0 in range(0, K, UNROLL):
+        in_k = k0 + k < K
+        e = tl.load(experts + k0 + k, mask=in_k, other=0).to(tl.int64)
+        w = tl.load(weights + k0 + k, mask=in_k, other=0.0).to(tl.float32)
         for i0 in tl.static_range(0, INTER, BLOCK_I):
             in_i = i0 + i < INTER
             tile = tl.load(
-                rows + e * expert_stride + i0,
-                mask=in_o[:, None] & in_i[None, :],
+                rows + e[:, None, None] * expert_stride + i0,
+                mask=in_k[:, None, None] & in_o[None, :, None] & in_i[None, None, :],
                 other=0.0,
                 eviction_policy="evict_first",
             )
-            v = tl.load(hidden + k * INTER + i0 + i, mask=in_i, other=0.0).to(tl.float32) * w
-            acc += tile.to(tl.float32) * v[None, :]
+            v = tl.load(
+                hidden + (k0 + k)[:, None] * INTER + (i0 + i)[None, :],
+                mask=in_k[:, None] & in_i[None, :],
+                other=0.0,
+            )
+            v = v.to(tl.float32) * w[:, None]
+            acc += tl.sum(tile.to(tl.float32) * v[:, None, :], axis=0)
     y = tl.sum(acc, axis=1)
     if HAS_RESIDUAL:
         y += tl.load(residual + o, mask=in_o, other=0.0).to(tl.float32)
@@ -92,8 +100,10 @@ def down_stationary_kernel(
     first = split * share
     last = tl.minimum(first + share, count)
     acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
+    # carried from step to step: loads whose address hangs on a load of the same step would not be
+    # pipelined
+    e = tl.load(active + first, mask=first < last, other=0)
     for step in tl.range(first * STEPS, last * STEPS, num_stages=STAGES):
-        e = tl.load(active + step // STEPS)
         i = step % STEPS * BLOCK_I + tl.arange(0, BLOCK_I)
         in_i = i < INTER
         match = ids == e
@@ -112,6 +122,8 @@ def down_stationary_kernel(
             eviction_policy="evict_first",
         )
         acc += w[:, None] * dot(a, tl.trans(tile), None, PRECISION)
+        following = (step + 1) // STEPS
+        e = tl.load(active + following, mask=following < last, other=0)
     shown = (t < T)[:, None] & in_o[None, :]
     where = t.to(tl.int64)[:, None] * H + o[None, :]
     finish = True
@@ -208,8 +220,8 @@ def default_config(
 ) -> Config:
     """A good choice without tuning."""
     if num_tokens == 1:
-        block_i = min(pow2(inter, 16), 512 // element_bytes)
-        return {"scheme": VECTOR, "block_o": 8, "block_i": block_i, "num_warps": 2}
+        block_i = min(pow2(inter, 16), 2048 // element_bytes)
+        return {"scheme": VECTOR, "block_o": 4, "block_i": block_i, "unroll": 4, "num_warps": 4}
     if num_tokens <= MAX_STATIONARY_TOKENS:
         block_o = 16
         split = 1
@@ -228,12 +240,13 @@ def candidates(num_tokens: int, num_pairs: int) -> list[Config]:
     """What tuning tries for this number of tokens."""
     found: list[Config] = []
     if num_tokens == 1:
-        for block_o, block_i, num_warps in (
-            (4, 256, 1), (8, 256, 2), (8, 256, 4), (16, 256, 4), (4, 1024, 4), (2, 1024, 4),
-            (4, 256, 2), (16, 256, 8), (8, 1024, 8), (2, 1024, 2),
+        for block_o, block_i, unroll, num_warps in (
+            (2, 1024, 8, 4), (2, 1024, 4, 4), (4, 1024, 2, 4), (4, 1024, 4, 4), (4, 1024, 8, 4),
+            (4, 256, 8, 1), (4, 256, 4, 1), (4, 256, 8, 2), (8, 256, 4, 2), (8, 256, 8, 4),
+            (2, 256, 8, 1), (8, 1024, 2, 4),
         ):  # fmt: skip
             found.append({"scheme": VECTOR, "block_o": block_o, "block_i": block_i,
-                          "num_warps": num_warps})  # fmt: skip
+                          "unroll": unroll, "num_warps": num_warps})  # fmt: skip
     if num_tokens <= MAX_STATIONARY_TOKENS:
         for block_o, block_i, split, stages, num_warps in (
             (16, 256, 1, 4, 2), (16, 256, 2, 4, 2), (16, 256, 4, 4, 2), (16, 128, 4, 5, 2),
@@ -280,7 +293,8 @@ def run_down(
         launch(
             down_vector_kernel, (blocks,), hidden_PI, down_EHI, weight_TK, expert_TK, residual,
             out_TH, hidden, *strides, INTER=inter, K=top_k, HAS_RESIDUAL=has_residual,
-            BLOCK_O=config["block_o"], BLOCK_I=config["block_i"], **common,
+            BLOCK_O=config["block_o"], BLOCK_I=config["block_i"], UNROLL=config["unroll"],
+            **common,
         )  # fmt: skip
         return
     if config["scheme"] == STATIONARY:

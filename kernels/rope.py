@@ -55,10 +55,8 @@ def qk_norm_rope_kernel(
     inside = d < HALF
     wait_for_predecessor(PDL)
     table = tl.load(positions + t).to(tl.int64) * (2 * HALF) + d
-    c_a = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
-    s_a = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
-    c_b = tl.load(cos + table + HALF, mask=inside, other=0.0).to(tl.float32)
-    s_b = tl.load(sin + table + HALF, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
     if head < N:
         row = q + t * q_token_stride + head * q_head_stride
         a = tl.load(row + d, mask=inside, other=0.0).to(tl.float32)
@@ -68,8 +66,8 @@ def qk_norm_rope_kernel(
             a *= scale * tl.load(q_gain + d, mask=inside, other=0.0).to(tl.float32)
             b *= scale * tl.load(q_gain + HALF + d, mask=inside, other=0.0).to(tl.float32)
         out = q_out + (t * N + head) * (2 * HALF) + d
-        tl.store(out, (a * c_a - b * s_a).to(q_out.dtype.element_ty), mask=inside)
-        tl.store(out + HALF, (b * c_b + a * s_b).to(q_out.dtype.element_ty), mask=inside)
+        tl.store(out, (a * c - b * s).to(q_out.dtype.element_ty), mask=inside)
+        tl.store(out + HALF, (b * c + a * s).to(q_out.dtype.element_ty), mask=inside)
     else:
         row = k + t * k_token_stride + (head - N) * k_head_stride
         a = tl.load(row + d, mask=inside, other=0.0).to(tl.float32)
@@ -79,8 +77,8 @@ def qk_norm_rope_kernel(
             a *= scale * tl.load(k_gain + d, mask=inside, other=0.0).to(tl.float32)
             b *= scale * tl.load(k_gain + HALF + d, mask=inside, other=0.0).to(tl.float32)
         out = k_out + (t * G + head - N) * (2 * HALF) + d
-        tl.store(out, (a * c_a - b * s_a).to(k_out.dtype.element_ty), mask=inside)
-        tl.store(out + HALF, (b * c_b + a * s_b).to(k_out.dtype.element_ty), mask=inside)
+        tl.store(out, (a * c - b * s).to(k_out.dtype.element_ty), mask=inside)
+        tl.store(out + HALF, (b * c + a * s).to(k_out.dtype.element_ty), mask=inside)
 
 
 def qk_norm_rope(

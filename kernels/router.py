@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.device import dot, last_to_arrive, wait_for_predecessor
+from kernels.device import dot, last_to_arrive, prefetch_l2, wait_for_predecessor
 from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, require
 from kernels.norm import rms_norm_ref
 from kernels.tuning import Config, config_for
@@ -149,6 +149,13 @@ def norm_route_kernel(
     e = tl.arange(0, BLOCK_E)
     h = split * PART + tl.arange(0, BLOCK_H)
     in_t = t < T
+    if PDL:
+        LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
+        line = tl.arange(0, BLOCK_H // LINE if BLOCK_H >= LINE else 1) * LINE
+        row = tl.minimum(e, E - 1).to(tl.int64)[:, None] * weight_stride
+        for h0 in range(0, PART, BLOCK_H):
+            column = tl.minimum(split * PART + h0 + line, H - 1)
+            prefetch_l2(weight + row + column[None, :], PDL)
     wait_for_predecessor(PDL)
     logits = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.float32)
     squares = tl.zeros([BLOCK_T], dtype=tl.float32)

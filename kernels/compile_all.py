@@ -1,0 +1,217 @@
+"""Compile every kernel configuration for every supported GPU architecture, without a GPU.
+
+    python -m kernels.compile_all [--fast] [--workers N] [--arch 90] [--json PATH]
+
+One process a worker; each unit is compiled once an architecture. Prints the shared memory each
+kernel needs at most and what is excluded where; exit code 1 when something does not compile, or a
+default configuration does not fit an architecture (defaults must run everywhere).
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels import attention_kernel, linear, moe_down, moe_gate_up, router, tuning
+from kernels.basic_cases import basic_cases
+from kernels.catalog import MIXTRAL_8X7B_TP8, QWEN3_30B_A3B, Case, Dims, layer_cases
+from kernels.compile_unit import SHARED_LIMIT_BYTES, Unit, compile_unit, unit_of
+from kernels.launch import programmatic_launch, recording
+from kernels.opset import opset
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One configuration of one case: what is forced (op -> configuration; empty: the defaults)."""
+
+    case: Case
+    dtype: torch.dtype
+    forced: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+
+    @property
+    def is_default(self) -> bool:
+        """Whether this is what runs without tuning."""
+        return not self.forced
+
+
+def candidates_for(op: str, dims: Dims, num_sequences: int, num_tokens: int) -> list[tuning.Config]:
+    """Every configuration tuning may try for ``op`` of ``layer_cases``."""
+    rows = num_sequences * num_tokens
+    q_width = dims.heads * dims.head_size
+    if op == "norm_linear":
+        width = q_width + 2 * dims.kv_heads * dims.head_size
+        return linear.candidates(rows, width, dims.hidden)
+    if op == "linear_add":
+        return linear.candidates(rows, dims.hidden, q_width)
+    if op == "lm_head":
+        return linear.candidates(rows, dims.vocab, dims.hidden)
+    if op == "norm_route":
+        return router.candidates(dims.experts)
+    if op == "moe_gate_up":
+        return moe_gate_up.candidates(rows, rows * dims.top_k)
+    if op == "moe_down":
+        return moe_down.candidates(rows, rows * dims.top_k)
+    if op in ("qkv_attention", "tree_attention"):
+        return attention_kernel.candidates(
+            num_sequences * dims.kv_heads, num_tokens * (dims.heads // dims.kv_heads)
+        )
+    raise ValueError(f"no candidates are known for op {op!r}")
+
+
+def entries(fast: bool) -> Iterator[Entry]:
+    """The defaults of every op (both models, both types), then the candidates of tuning."""
+    sizes = ((1, 4),) if fast else ((1, 1), (1, 4), (16, 1), (1, 64), (2, 64))
+    dims_list = (QWEN3_30B_A3B,) if fast else (QWEN3_30B_A3B, MIXTRAL_8X7B_TP8)
+    for dims in dims_list:
+        for num_sequences, num_tokens in sizes:
+            for case in layer_cases(dims, num_sequences, num_tokens, 1024):
+                yield Entry(case, torch.bfloat16, ())
+    for case in basic_cases(QWEN3_30B_A3B, 1, 4, 1024):
+        yield Entry(case, torch.bfloat16, ())
+    if fast:
+        return
+    for case in layer_cases(QWEN3_30B_A3B, 1, 4, 1024):
+        yield Entry(case, torch.float32, ())
+    for num_sequences, num_tokens in sizes:
+        for case in layer_cases(QWEN3_30B_A3B, num_sequences, num_tokens, 1024):
+            if case.name == "norm_lm_head":
+                # the same kernels as norm_linear
+                continue
+            for op in case.tuned:
+                for config in candidates_for(op, QWEN3_30B_A3B, num_sequences, num_tokens):
+                    yield Entry(case, torch.bfloat16, ((op, tuple(config.items())),))
+
+
+def units_of(entry: Entry, pdl: bool) -> list[Unit]:
+    """What the case launches under the entry's configuration."""
+    forced = {op: dict(config) for op, config in entry.forced}
+    if forced.get("moe_down", {}).get("scheme") == moe_down.STATIONARY:
+        # needs the list that only the matrix kernel makes
+        forced["moe_gate_up"] = moe_gate_up.default_config(2, 2, 2)
+    with ExitStack() as stack:
+        for op, config in forced.items():
+            stack.enter_context(tuning.forced(op, config))
+        stack.enter_context(programmatic_launch(pdl))
+        launches = stack.enter_context(recording())
+        entry.case.run(opset("triton"), entry.case.make(_META, entry.dtype))
+    return [unit_of(launch) for launch in launches]
+
+
+def collect(fast: bool, pdl: bool) -> dict[tuple[Any, ...], tuple[Unit, bool]]:
+    """Distinct units -> (unit, whether a default configuration uses it)."""
+    found: dict[tuple[Any, ...], tuple[Unit, bool]] = {}
+    for entry in entries(fast):
+        for unit in units_of(entry, pdl):
+            default = entry.is_default or found.get(unit.key, (unit, False))[1]
+            found[unit.key] = (unit, default)
+    return found
+
+
+_units: dict[bool, list[tuple[Unit, bool]]] = {}
+
+
+def _prepare(fast: bool) -> None:
+    """In a worker: the same list as the parent's, since kernels cannot be sent between processes."""
+    torch.set_num_threads(1)
+    for pdl in (False, True):
+        _units[pdl] = list(collect(fast, pdl).values())
+
+
+def _compile(pdl: bool, index: int, capability: int) -> tuple[int, str, float]:
+    """Shared memory in bytes, or -1 and the error; and the seconds it took."""
+    unit, _ = _units[pdl][index]
+    start = time.monotonic()
+    try:
+        shared = compile_unit(unit, capability)
+    except Exception as error:  # noqa: BLE001 - the one place that reports compile failures
+        return -1, f"{type(error).__name__}: {error}"[:600], time.monotonic() - start
+    return shared, "", time.monotonic() - start
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m kernels.compile_all", description=__doc__)
+    parser.add_argument("--fast", action="store_true", help="defaults at one size only")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--arch", type=int, action="append", choices=sorted(SHARED_LIMIT_BYTES))
+    parser.add_argument("--json", type=Path, help="write one JSON line per unit and architecture")
+    args = parser.parse_args(argv)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("kernels.compile_all: unset TRITON_INTERPRET, the interpreter cannot compile")
+        return 2
+    architectures = args.arch or sorted(SHARED_LIMIT_BYTES)
+    _prepare(args.fast)
+    largest: dict[tuple[str, int], int] = defaultdict(int)
+    excluded, failed, lines, seconds = [], [], [], 0.0
+    context = get_context("spawn")
+    with ProcessPoolExecutor(args.workers, context, _prepare, (args.fast,)) as pool:
+        pending = {}
+        for capability in architectures:
+            pdl = capability >= 90
+            for index in range(len(_units[pdl])):
+                future = pool.submit(_compile, pdl, index, capability)
+                pending[future] = (pdl, index, capability)
+        for done, future in enumerate(as_completed(pending), 1):
+            pdl, index, capability = pending[future]
+            unit, default = _units[pdl][index]
+            shared, error, took = future.result()
+            seconds += took
+            name = unit.kernel.__name__
+            line = {
+                "kernel": name, "arch": capability, "config": unit.text, "default": default,
+                "shared_bytes": shared, "limit_bytes": SHARED_LIMIT_BYTES[capability],
+                "error": error or None,
+            }  # fmt: skip
+            lines.append(line)
+            largest[name, capability] = max(largest[name, capability], shared)
+            if error or (default and shared > SHARED_LIMIT_BYTES[capability]):
+                failed.append(line)
+            elif shared > SHARED_LIMIT_BYTES[capability]:
+                excluded.append(line)
+            if done % 50 == 0:
+                print(f"{done}/{len(pending)} compiled", file=sys.stderr, flush=True)
+    if args.json:
+        args.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _report(architectures, largest, excluded, failed, len(lines), seconds)
+    return 1 if failed else 0
+
+
+def _report(
+    architectures: list[int],
+    largest: dict[tuple[str, int], int],
+    excluded: list[dict[str, Any]],
+    failed: list[dict[str, Any]],
+    count: int,
+    seconds: float,
+) -> None:
+    print("largest shared memory, KiB a block" + "".join(f"{f'sm_{a}':>9}" for a in architectures))
+    for name in sorted({name for name, _ in largest}):
+        cells = "".join(f"{largest[name, a] / 1024:9.1f}" for a in architectures)
+        print(f"{name:<34}{cells}")
+    for title, found in (("excluded (needs too much)", excluded), ("FAILED", failed)):
+        for line in found:
+            print(
+                f"{title}: sm_{line['arch']} {line['kernel']} {line['config']}: "
+                f"{line['error'] or str(line['shared_bytes']) + ' bytes'}"
+            )
+    print(
+        f"{count} compilations, {len(excluded)} excluded, {len(failed)} failed, "
+        f"{seconds:.0f} s of compiling"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

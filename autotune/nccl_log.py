@@ -28,7 +28,7 @@ MAX_DISTINCT = 50_000
 
 _PREFIX = re.compile(rb"([\w.\-]{1,255}):(\d{1,10}):(\d{1,10}) \[(-?\d{1,6})\] ")
 _FULL_PREFIX = re.compile(
-    rb"[\w.\-]{1,255}:\d{1,10}:\d{1,10} \[-?\d{1,6}\] (?:\S+:\d+ )?NCCL (?:INFO|WARN) "
+    rb"([\w.\-]{1,255}):\d{1,10}:\d{1,10} \[-?\d{1,6}\] (?:\S+:\d+ )?NCCL (?:INFO|WARN) "
 )
 _CHOICE_WORDS = frozenset(
     name + colon
@@ -131,7 +131,7 @@ class _Reader:
             begin = start + 10
             word = line[begin : line.find(b" ", begin)]
             if line.find(b"] NCCL INFO ", begin) >= 0:
-                for part in _split(line):
+                for part in self._split(line):
                     self._message(part, number)
             elif word in choice_words:
                 if line.find(_BYTES, begin) > 0:
@@ -184,6 +184,22 @@ class _Reader:
         handler = HANDLERS.get(text.split(" ", 1)[0], by_first_character)
         handler(process, tid, text, evidence)
 
+    def _split(self, line: bytes) -> Iterator[bytes]:
+        """The messages of a line into which several processes wrote at once."""
+        hosts = {host.encode() for host, _ in self.processes if host is not None}
+        starts = [0]
+        for match in _FULL_PREFIX.finditer(line):
+            host, start = match[1], match.start()
+            # without a space between, the last message's end looks like part of the host
+            known = [name for name in hosts if host.endswith(name)]
+            if known:
+                start = match.end(1) - len(max(known, key=len))
+            hosts.add(host if not known else line[start : match.end(1)])
+            if start > starts[-1]:
+                starts.append(start)
+        for begin, end in zip(starts, [*starts[1:], len(line)], strict=True):
+            yield line[begin:end]
+
     def _process(self, prefix: bytes) -> tuple[ProcessBuilder, int]:
         """Whose message it is: process and thread of a line's beginning."""
         known = self.prefixes.get(prefix)
@@ -235,13 +251,6 @@ class _Reader:
                 process, _ = self._process(line[:start])
                 process.choice(_text(line[start + 10 :]), count, Evidence(self.file, number))
         self.choices.clear()
-
-
-def _split(line: bytes) -> Iterator[bytes]:
-    """The messages of a line into which several processes wrote at once."""
-    starts = [match.start() for match in _FULL_PREFIX.finditer(line)]
-    for begin, end in zip(starts, [*starts[1:], len(line)], strict=True):
-        yield line[begin:end]
 
 
 def _text(data: bytes) -> str:

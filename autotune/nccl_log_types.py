@@ -141,9 +141,11 @@ class CommLog:
     evidence: Evidence
 
     def graph(self, *patterns: int) -> GraphSearch | None:
-        """The last search result of any of the patterns (4 ring, 1 or 3 tree, 5 NVLS)."""
-        found = [graph for graph in self.graphs if graph.pattern in patterns]
-        return found[-1] if found else None
+        """The first search result of any of the patterns: 4 ring, 1 to 3 tree, 5 NVLS.
+
+        CollNet, where it is on, repeats pattern 3 after the tree.
+        """
+        return next((graph for graph in self.graphs if graph.pattern in patterns), None)
 
     def entry(self, algo: str, proto: str, function: str = "AllReduce") -> ModelEntry | None:
         """The model table's entry, names as in the log ("Ring", "LL")."""

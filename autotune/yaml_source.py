@@ -76,13 +76,16 @@ def read_yaml(path: Path) -> YamlSource:
 
 def parse_yaml(text: str, label: str) -> YamlSource:
     """Parse YAML ``text``; ``label`` names it in messages."""
-    loader = _Loader(text)
+    lines: dict[KeyPath, int] = {}
     try:
-        node = loader.get_single_node()
-        lines: dict[KeyPath, int] = {}
-        if node is not None:
-            _walk(node, (), lines, label)
-        data = None if node is None else loader.construct_document(node)
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is not None:
+                _walk(node, (), lines, label)
+            data = None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{label}:{mark.line + 1}" if mark else label
@@ -90,8 +93,6 @@ def parse_yaml(text: str, label: str) -> YamlSource:
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{label}: not valid YAML: {reason}") from None
-    finally:
-        loader.dispose()
     return YamlSource(label=label, text=text, data=data, lines=lines)
 
 

@@ -6,6 +6,7 @@ same prompts, which the backend generates once when the study has not measured i
 """
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -370,3 +371,19 @@ def _failure(error: EngineError, stage: str) -> Failure:
     return Failure(
         kind=error.kind, stage=stage, message=error.message, log_tail=tail(error.log_tail)
     )
+
+
+def bench_allreduce(
+    config: Mapping[str, Any], sizes_bytes: Sequence[int], repeats: int
+) -> tuple[dict[int, tuple[float, ...]], str | None]:
+    """All-reduces on workers of a launch ``config``: size -> each repeat's us; NCCL's version.
+
+    Raises ``BackendFailure`` when the workers do not start, die or hang.
+    """
+    try:
+        with Engine(LaunchConfig.model_validate(config)) as engine:
+            times = engine.allreduce_bench(sizes_bytes, repeats)
+            version = engine.environment()[0].nccl_version
+    except EngineError as error:
+        raise BackendFailure(_failure(error, "bench")) from error
+    return {row.size_bytes: row.times_us for row in times}, version

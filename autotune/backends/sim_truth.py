@@ -15,6 +15,7 @@ import numpy as np
 from autotune.backends.sim_acceptance import HiddenAcceptance
 from autotune.backends.sim_noise import stream
 from autotune.schemas import Schema
+from model.acceptance import AcceptanceModel
 from model.constants import from_scale, to_scale
 from model.predictor import Predictor
 from model.spec import CYCLE_TERMS, DECODE_TERMS, Interval, Knobs, Workload
@@ -71,7 +72,7 @@ class Truth:
         self._correlation = args.expert_correlation * float(draws.normal())
         self._waves = draws.uniform(0.0, 2.0 * math.pi, size=8)
         self._weights = draws.normal(size=8) / math.sqrt(8.0)
-        self.acceptance = _hidden_acceptance(predictor, draws)
+        self.acceptance = _hidden_acceptance(draws)
         self._cycles: dict[tuple[Knobs, Workload], TrueCycle] = {}
 
     def cycle(self, knobs: Knobs, workload: Workload) -> TrueCycle:
@@ -143,9 +144,12 @@ def _value(predicted: Interval) -> float:
     return predicted.median
 
 
-def _hidden_acceptance(predictor: Predictor, draws: np.random.Generator) -> HiddenAcceptance:
-    """A head near the predictor's own belief, moved by half a prior sd of each parameter."""
-    rates = predictor.acceptance.rates()
+def _hidden_acceptance(draws: np.random.Generator) -> HiddenAcceptance:
+    """A head near the model's prior, moved by a draw of each parameter.
+
+    The prior, not what a predictor has learnt: a resumed study must meet the same host again.
+    """
+    rates = AcceptanceModel.prior().rates()
     top1, second = float(rates[0, 0]), float(rates[1, 0])
     odds = top1 / (1.0 - top1) * math.exp(0.25 * float(draws.normal()))
     rest = float(rates[0, 1:].sum()) / (1.0 - top1)

@@ -248,9 +248,16 @@ def tiny_checkpoint(folder: Path, seed: int = 0) -> Path:
 
 
 def engine_harness(tmp_path: Path, checkpoint: Path, device: str = "cpu") -> Harness:
-    """The real engine on a tiny random checkpoint; provoking a failure kills one worker."""
-    args: dict[str, object] = {"device": device, "timeout_s": 60}
-    study = study_of("engine", args, checkpoint)
+    """The real engine on a tiny random checkpoint; provoking a failure kills one worker.
+
+    fp32 everywhere, so that output must be equal; one rank where there is one GPU.
+    """
+    from autotune.backends.engine_args import visible_gpus
+
+    tp = 2 if device == "cpu" else min(visible_gpus(), 2)
+    args: dict[str, object] = {"device": device, "dtype": "float32", "timeout_s": 60}
+    space: dict[str, object] = {"parallel.tp": [1, tp] if tp > 1 else [1]}
+    study = study_of("engine", args, checkpoint, space)
     backend = create_backend("engine", context_of(study, tmp_path))
     carrier = "gloo" if device == "cpu" else "nccl"
 
@@ -262,9 +269,9 @@ def engine_harness(tmp_path: Path, checkpoint: Path, device: str = "cpu") -> Har
     return Harness(
         backend=backend,
         workload=workload_of(study),
-        plain=knobs(2, carrier),
-        chain=knobs(2, carrier, method="eagle3", steps=2, topk=1),
-        tree=knobs(2, carrier, method="eagle3", steps=2, topk=2, draft_tokens=5),
-        other=knobs(1, carrier),
+        plain=knobs(tp, carrier),
+        chain=knobs(tp, carrier, method="eagle3", steps=2, topk=1),
+        tree=knobs(tp, carrier, method="eagle3", steps=2, topk=2, draft_tokens=5),
+        other=Knobs.of({**knobs(1, carrier).values(), "host.numa_bind": True}),
         provoke=provoke,
     )

@@ -165,6 +165,35 @@ def test_a_target_without_weights_gets_random_prompts_of_its_vocabulary(tmp_path
     assert len(set(prompts.token_ids)) == 3
 
 
+@pytest.mark.gpu
+def test_nccl_settings_are_proved_by_nccls_own_log(checkpoint: Path, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL carries nothing on one GPU")
+    args: dict[str, object] = {"device": "cuda", "nccl_log": "tuning"}
+    backend = backend_of(study_of("engine", args, checkpoint), tmp_path)
+    asked = Knobs.of(
+        {"parallel.tp": 2, "collectives.backend": "nccl", "nccl.algo": "ring", "nccl.proto": "LL"}
+    )
+    backend.open(backend.group(asked))
+    measured = backend.measure(asked, workload(checkpoint), 0)
+    found = backend.provenance()
+    backend.close()
+    assert measured.failure is None
+    assert [rank.environment["NCCL_PROTO"] for rank in found.ranks] == ["LL", "LL"]
+    choices = found.nccl["allreduce_choices"]
+    assert isinstance(choices, list)
+    assert {(choice["algo"], choice["proto"]) for choice in choices} == {("RING", "LL")}
+    assert found.nccl["transports"]
+
+
+@pytest.mark.gpu
+def test_more_ranks_than_gpus_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    there = torch.cuda.device_count()
+    space: dict[str, object] = {"parallel.tp": [there + 1]}
+    with pytest.raises(UserError, match=rf"space\.parallel\.tp: .* torch sees {there}"):
+        backend_of(study_of("engine", {"device": "cuda"}, checkpoint, space), tmp_path)
+
+
 @needs_no_gpu
 def test_gpus_where_none_is_are_refused_with_the_key_and_the_way_out(
     checkpoint: Path, tmp_path: Path

@@ -1,6 +1,7 @@
 """The simulated host: deterministic, drawn, noisy as it says, hidden from the predictor."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from autotune.backends.sim_acceptance import AcceptanceDraws, HiddenAcceptance, 
 from autotune.backends.sim_noise import STEP_S, Drift, HostSpeed, outlier_factor, stream
 from autotune.errors import UserError
 from autotune.records import Measurement
+from model.observations import AcceptanceCounts
 from model.spec import Knobs
 from model.tree import dynamic_tree
 
@@ -87,6 +89,29 @@ def test_without_spread_noise_and_extra_terms_the_truth_is_the_prediction(tmp_pa
     predicted = predictor.predict(PLAIN, workload)
     for name, value in measured.terms_ms.items():
         assert value == pytest.approx(predicted.terms_ms[name].median, rel=1e-6), name
+
+
+def test_a_predictor_that_has_learnt_meets_the_same_host(tmp_path: Path) -> None:
+    study = study_of("sim", {}, None)
+    counts = AcceptanceCounts(
+        steps=3, topk=1, draft_tokens=4, num_verifies=900, accepted_by_depth=(300, 90, 20)
+    )
+    fresh = predictor_of()
+    learnt = replace(
+        fresh,
+        acceptance=fresh.acceptance.update([counts]),
+        calibration=fresh.calibration.with_values(sample_us=900.0),
+    )
+    first, second = (
+        measure_some(
+            create_backend("sim", context_of(study, tmp_path, predictor)),
+            CHAIN,
+            workload_of(study),
+            1,
+        )[0]
+        for predictor in (fresh, learnt)
+    )
+    assert first == second
 
 
 @pytest.mark.parametrize("jump", [0.0, 0.5])

@@ -22,16 +22,25 @@ from autotune.backends.base import (
 from autotune.backends.effective import (
     environment_problems,
     library_problems,
+    nccl_log_environment,
     nccl_log_problems,
     nccl_summary,
+    not_effective,
 )
-from autotune.backends.engine_args import prompts_per_level, resolve, study_prompts
+from autotune.backends.engine_args import (
+    base_knobs,
+    group_mapping,
+    logs_tuning,
+    prompts_per_level,
+    resolve,
+    study_prompts,
+)
 from autotune.backends.engine_baselines import Baselines, Prompts
 from autotune.backends.engine_measurement import measured
 from autotune.backends.output_check import Checked, Reference
 from autotune.errors import UserError
-from autotune.health import snapshot
-from autotune.launch import RESTART_KNOBS, launch_mapping, nccl_environment, speculation_mapping
+from autotune.health import snapshot, unhealthy
+from autotune.launch import RESTART_KNOBS, nccl_environment, speculation_mapping
 from autotune.nccl_log import parse_nccl_logs
 from autotune.provenance import collect_provenance
 from autotune.records import (
@@ -126,6 +135,7 @@ class EngineBackend:
         outputs = tuple(request.token_ids for request in result.requests)
         checked = self._baselines.check(knobs, workload, outputs)
         values = measured(result, knobs)
+        after = snapshot(self._settings.device)
         return Measurement(
             trial=UNPLACED,
             knobs_id=knobs.id,
@@ -137,8 +147,8 @@ class EngineBackend:
             output_check=checked.verdict,
             notes=(f"output: {checked.reason}",),
             health_before=before,
-            health_after=snapshot(self._settings.device),
-            failure=self._incorrect(checked),
+            health_after=after,
+            failure=self._problem(checked, unhealthy(before, after)),
             **values,
         )
 
@@ -176,8 +186,15 @@ class EngineBackend:
 
     def _start(self, group: Group) -> None:
         settings = dict(group.settings)
-        config = self._launch_config(settings)
         self._num_starts += 1
+        resolved = self._settings
+        mapping = group_mapping(self._study, resolved, settings)
+        if resolved.device == "cuda":
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            mapping["environment"] = nccl_log_environment(
+                self._log_dir / f"nccl.{self._num_starts}", logs_tuning(resolved.args, settings)
+            )
+        config = LaunchConfig.model_validate(mapping)
         try:
             engine = Engine(config, log_dir=self._log_dir / f"start{self._num_starts}")
         except EngineError as error:
@@ -195,43 +212,6 @@ class EngineBackend:
             self._drop()
             raise
 
-    def _launch_config(self, settings: dict[str, Scalar | None]) -> LaunchConfig:
-        base = Knobs.of({**settings, "speculation.method": "off"})
-        resolved = self._settings
-        mapping = launch_mapping(
-            self._study,
-            [(resolved.max_concurrency, base)],
-            device=resolved.device,
-            dtype=resolved.dtype,
-            max_context=resolved.max_context,
-            timeout_s=float(resolved.args.timeout_s),
-            threads=resolved.args.threads,
-        )
-        # Knobs.of drops the graphs that plain decoding lacks; the workers need the group's
-        mapping["cuda_graph"] = {
-            name.removeprefix("cuda_graph."): bool(value)
-            for name, value in settings.items()
-            if name.startswith("cuda_graph.")
-        }
-        mapping["ops"] = resolved.args.ops
-        mapping["environment"] = self._log_environment(settings)
-        return LaunchConfig.model_validate(mapping)
-
-    def _log_environment(self, settings: dict[str, Scalar | None]) -> dict[str, str]:
-        """NCCL's own log, one file per worker, for the proof of effect."""
-        if self._settings.device != "cuda":
-            return {}
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        graphed = bool(settings["cuda_graph.decode"]) and bool(settings["cuda_graph.verify"])
-        wanted = self._settings.args.nccl_log
-        # the choice per call is written at capture, not at replay; without graphs at every call
-        tuning = wanted == "tuning" or (wanted == "auto" and graphed)
-        return {
-            "NCCL_DEBUG": "INFO",
-            "NCCL_DEBUG_SUBSYS": "INIT,ENV,GRAPH" + (",TUNING" if tuning else ""),
-            "NCCL_DEBUG_FILE": str(self._log_dir / f"nccl.{self._num_starts}.%h.%p.log"),
-        }
-
     def _prove(self, engine: Engine, settings: dict[str, Scalar | None]) -> None:
         """Read back what the workers have; raise ``setting_not_effective`` on a difference."""
         self._ranks = tuple(
@@ -244,7 +224,7 @@ class EngineBackend:
             )
             for worker in engine.environment()
         )
-        base = Knobs.of({**settings, "speculation.method": "off"})
+        base = base_knobs(settings)
         expected = nccl_environment(base)
         problems = environment_problems(expected, self._ranks, base.tp)
         problems += library_problems(self._ranks)
@@ -256,14 +236,7 @@ class EngineBackend:
             problems += nccl_log_problems(expected, self._ranks, log)
             self._nccl = nccl_summary(log)
         if problems:
-            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-            failure = Failure(
-                kind="setting_not_effective",
-                stage="start",
-                message=problems[0] + more,
-                log_tail=tail("\n".join(problems)),
-            )
-            raise BackendFailure(failure)
+            raise BackendFailure(not_effective(problems))
 
     def _drop(self) -> None:
         """Stop the workers but keep the group open: the next repeat starts them again."""
@@ -361,10 +334,14 @@ class EngineBackend:
             health_after=snapshot(self._settings.device),
         )
 
-    def _incorrect(self, checked: Checked) -> Failure | None:
-        if checked.verdict != "incorrect" or not self._study.constraints.lossless:
-            return None
-        return Failure(kind="incorrect", stage="check", message=checked.reason)
+    def _problem(self, checked: Checked, slowed: str | None) -> Failure | None:
+        """Why a repeat with numbers must not count, or None."""
+        if checked.verdict == "incorrect" and self._study.constraints.lossless:
+            return Failure(kind="incorrect", stage="check", message=checked.reason)
+        if slowed is not None:
+            message = f"a device slowed itself down: {slowed}; cool or power it and resume"
+            return Failure(kind="unhealthy_host", stage="measure", message=message)
+        return None
 
 
 def _failure(error: EngineError, stage: str) -> Failure:

@@ -123,6 +123,11 @@ class _Reader:
         choices, words, firsts, choice_words = self.choices, _WORDS, _FIRST, _CHOICE_WORDS
         for line in lines:
             number += 1
+            known = choices.get(line)
+            if known is not None:
+                # most of a long log repeats lines that it has shown before
+                known[0] += 1
+                continue
             start = line.find(b"NCCL ")
             if start < 0:
                 if self.matrix is not None:
@@ -135,10 +140,6 @@ class _Reader:
                     self._message(part, number)
             elif word in choice_words:
                 if line.find(_BYTES, begin) > 0:
-                    known = choices.get(line)
-                    if known is not None:
-                        known[0] += 1
-                        continue
                     choices[line] = [1, number]
                     if len(choices) > MAX_DISTINCT:
                         self._flush()

@@ -51,9 +51,9 @@ def measure(path: Path) -> None:
     from autotune.nccl_log import parse_nccl_logs
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     log = parse_nccl_logs([path])
-    seconds = time.perf_counter() - start
+    seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     choices = sum(choice.count for p in log.processes for choice in p.choices)
     print(
@@ -63,6 +63,7 @@ def measure(path: Path) -> None:
                 "lines": log.num_lines,
                 "choices": choices,
                 "seconds": round(seconds, 2),
+                "cpu_s": round(cpu_s, 2),
                 "max_rss_mb": round(peak / 1e3, 1),
                 "rss_before_mb": round(before / 1e3, 1),
             }

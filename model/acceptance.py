@@ -9,7 +9,7 @@ chains of 7 within -2.5..+3.7 % (speculation notes; Maverick, Qwen3-8B).
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model.observations import AcceptanceCounts
+from model.observations import AcceptanceCounts, AcceptLength
 from model.spec import Interval, Knobs
 from model.tree import dynamic_accept_lengths, dynamic_tree
 
@@ -33,6 +33,8 @@ _PRIOR_MEAN = (0.6, -0.06, 1.4, 0.45)
 _PRIOR_SD = (0.8, 0.08, 0.5, 0.2)
 #: logit deviation of one depth from the geometric law
 _DEPTH_SD = 0.12
+#: relative error of drafts accepted per verify in trees: two published grids, leave-one-out
+_TREE_SD = 0.05
 _NUM_SAMPLES = 128
 
 
@@ -80,13 +82,19 @@ class AcceptanceModel:
         blob = np.round(self.theta, 9).tobytes() + np.round(self.covariance, 9).tobytes()
         return hashlib.sha256(blob).hexdigest()[:12]
 
-    def update(self, counts: Sequence[AcceptanceCounts]) -> "AcceptanceModel":
-        """Posterior after more counts (Laplace approximation; a few Gauss-Newton steps).
+    def update(self, seen: Sequence[AcceptanceCounts | AcceptLength]) -> "AcceptanceModel":
+        """Posterior after more counts or accept lengths (Laplace approximation, Gauss-Newton).
 
         A chain's depth d is binomial among the verifies that reached depth d - 1; a tree's ranks
         share them as its model tree predicts, so ranks the budget left out do not count as misses.
         """
-        useful = [c for c in counts if c.num_verifies > 0 and c.accepted_by_depth]
+        counts = [
+            c
+            for c in seen
+            if isinstance(c, AcceptanceCounts) and c.num_verifies > 0 and c.accepted_by_depth
+        ]
+        lengths = [c for c in seen if isinstance(c, AcceptLength)]
+        useful: list[AcceptanceCounts | AcceptLength] = [*counts, *lengths]
         if not useful:
             return self
         prior_precision = np.linalg.inv(self.covariance)
@@ -103,10 +111,8 @@ class AcceptanceModel:
         return AcceptanceModel(
             theta=theta,
             covariance=np.linalg.inv(precision),
-            num_verifies=self.num_verifies + sum(c.num_verifies for c in useful),
-            measured_depth=max(
-                self.measured_depth, *(min(len(c.accepted_by_depth), c.steps) for c in useful)
-            ),
+            num_verifies=self.num_verifies + sum(c.num_verifies for c in counts),
+            measured_depth=max(self.measured_depth, *(c.steps for c in useful)),
             measured_width=max(self.measured_width, *(c.topk for c in useful)),
         )
 
@@ -151,7 +157,12 @@ class AcceptanceModel:
     def _by_nodes(self, steps: int, topk: int) -> Array:
         key = (steps, topk)
         if key not in self._table:
-            self._table[key] = dynamic_accept_lengths(self.samples, steps, topk)
+            table = dynamic_accept_lengths(self.samples, steps, topk)
+            if topk > 1:
+                # the draft's scores are not the acceptance rates: a tree keeps other nodes
+                error = np.random.default_rng(steps * 64 + topk).standard_normal(len(table))
+                table = 1.0 + (table - 1.0) * np.exp(_TREE_SD * error)[:, None]
+            self._table[key] = table
         return self._table[key]
 
 
@@ -167,26 +178,33 @@ def rates_of(theta_SP: Array) -> Array:
     return np.concatenate([top_SD[:, :, None], np.minimum(rest, top_SD[:, :, None])], axis=2)
 
 
-def _linearise(theta: Array, counts: Sequence[AcceptanceCounts]) -> tuple[Array, Array]:
+def _linearise(
+    theta: Array, seen: Sequence[AcceptanceCounts | AcceptLength]
+) -> tuple[Array, Array]:
     """Standardised residuals and their Jacobian by theta."""
     delta = 1e-4
     thetas = theta + delta * np.concatenate([np.zeros((1, _NUM_PARAMS)), np.eye(_NUM_PARAMS)])
     tables = rates_of(thetas)
     residuals, rows = [], []
-    for count in counts:
-        seen, weight, shares_of = _targets(count)
-        model = np.stack([shares_of(table) for table in tables])
-        sd = np.sqrt(np.clip(model[0] * (1 - model[0]), 1e-3, None) / weight)
-        residuals.append((seen - model[0]) / sd)
+    for one in seen:
+        if isinstance(one, AcceptLength):
+            lengths = dynamic_accept_lengths(tables, one.steps, one.topk)
+            model = np.log(lengths[:, one.draft_tokens - 1])[:, None]
+            sd, wanted = np.array([one.rel_sd]), np.array([np.log(one.accept_length)])
+        else:
+            wanted, weight, shares_of = _targets(one)
+            model = np.stack([shares_of(table) for table in tables])
+            sd = np.sqrt(np.clip(model[0] * (1 - model[0]), 1e-3, None) / weight)
+        residuals.append((wanted - model[0]) / sd)
         rows.append(((model[1:] - model[0]) / delta / sd).T)
     return np.concatenate(residuals), np.concatenate(rows)
 
 
-def _targets(count: AcceptanceCounts):  # type: ignore[no-untyped-def]
+def _targets(count: AcceptanceCounts) -> tuple[Array, Array, Callable[[Array], Array]]:
     """(observed shares, number of trials of each, function of a rate table giving the shares)."""
     reached = np.array((count.num_verifies, *count.accepted_by_depth), dtype=float)
     depths = min(len(count.accepted_by_depth), count.steps, MAX_DEPTHS)
-    depths = int(np.searchsorted(-reached[:depths], 0.0)) if reached[:depths].min() <= 0 else depths
+    depths = int(np.count_nonzero(reached[:depths] > 0))
     base = reached[:depths]
     if count.topk == 1 or not count.accepted_by_depth_rank:
         seen = reached[1 : depths + 1] / base

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.calibration import Calibration
-from model.collectives import CollectiveKey
+from model.collectives import Route
 from model.constants import as_mapping, from_scale
+from model.nccl.settings import NcclSettings
 from model.observations import AllreduceObservation, Observation, TermObservation
 from model.robust import Fit, robust_map
 from model.step import SUB_TERMS, StepModel, StepRows
@@ -123,9 +124,13 @@ class _Data:
         return result
 
     def _allreduce(self, c: Mapping[str, Array]) -> Array:
-        keys = [_key_of(o) for o in self._reduces]
-        sizes = [float(o.size_bytes) for o in self._reduces]
-        return self._step.collectives.table_us(keys, sizes, [o.graphed for o in self._reduces], c)
+        routes = [
+            Route(o.backend, o.num_ranks, NcclSettings.from_env(o.environment))
+            for o in self._reduces
+        ]
+        sizes = [o.size_bytes for o in self._reduces]
+        graphed = [o.graphed for o in self._reduces]
+        return self._step.collectives.observed_us(routes, sizes, graphed, c)
 
     def nearest_modes(self, x: Array) -> NDArray[np.bool_]:
         """Which groups the slow host mode fits better (False where the modes agree)."""
@@ -188,22 +193,3 @@ def _source_terms(term: str, speculative: bool) -> tuple[str, ...]:
 def _column(value: Array, row: int, num: int) -> Array:
     column = value[:, row] if value.shape[1] > 1 else value[:, 0]
     return np.broadcast_to(column, (num,))
-
-
-def _key_of(o: AllreduceObservation) -> CollectiveKey:
-    env = o.environment
-
-    def number(name: str) -> int | None:
-        return int(env[name]) if env.get(name) else None
-
-    return CollectiveKey(
-        o.backend,
-        o.num_ranks,
-        algo=env.get("NCCL_ALGO", "auto").lower(),
-        proto=env.get("NCCL_PROTO", "auto"),
-        min_channels=number("NCCL_MIN_NCHANNELS"),
-        max_channels=number("NCCL_MAX_NCHANNELS"),
-        buffsize_bytes=number("NCCL_BUFFSIZE"),
-        nthreads=number("NCCL_NTHREADS"),
-        p2p_level=env.get("NCCL_P2P_LEVEL", "auto"),
-    )

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from model.collectives import allreduce_constants
 from model.constants import Constant, default_constants, from_scale, to_scale
 from model.machine import Machine
 
@@ -145,7 +146,7 @@ class Calibration:
 
 def default_calibration(machine: Machine) -> Calibration:
     """Priors for this machine, its probe rows used where it has them."""
-    constants = (*default_constants(machine), *_collective_constants(machine))
+    constants = (*default_constants(machine), *allreduce_constants(machine))
     return Calibration(
         constants=constants,
         covariance=np.diag([c.prior_sd**2 for c in constants]),
@@ -153,9 +154,3 @@ def default_calibration(machine: Machine) -> Calibration:
         used=(),
         machine_fingerprint=machine.fingerprint,
     )
-
-
-def _collective_constants(machine: Machine) -> tuple[Constant, ...]:
-    from model.collectives import linear_constants
-
-    return linear_constants(machine)

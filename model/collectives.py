@@ -1,21 +1,34 @@
-"""All-reduce times for the step model, from whichever all-reduce model fits the backend.
+"""All-reduce times for the step model: knobs -> NCCL's plan per size -> ``model.allreduce``.
 
-A ``CollectiveKey`` is what the knobs ask of the communication library. The linear form here serves
-CPU ranks (gloo); NCCL and the one-shot and two-shot kernels on GPUs come from ``model.allreduce``.
+Settings only matter through what NCCL then runs, so rows are kept per plan: knobs whose plans agree
+at every size in play share one time (and are one class, which is what makes large spaces cheap and
+tells which settings are inert). Suffixes: D constant vectors, N rows.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from model.allreduce.analytic import eager_us, time_us
+from model.allreduce.constants import DIRECT_SPECS, GLOO_SPECS, NCCL_SPECS, PREFIX
+from model.allreduce.design import Design, nccl_design
+from model.allreduce.model import Setup, allreduce_design, nccl_setup
 from model.constants import Constant
+from model.fit import ConstantSpec
 from model.machine import Machine
+from model.nccl.settings import NcclSettings
 from model.spec import Knobs
 
 Array = NDArray[Any]
+
+#: NCCL of a machine file that names none
+ASSUMED_NCCL_VERSION = "2.28.9"
+#: sizes, bytes, at which two settings are compared when nobody says which sizes are in play
+PROBE_SIZES = tuple(2**k for k in range(10, 25))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,75 +60,217 @@ class CollectiveKey:
             knobs.nccl_p2p_level,
         )
 
-
-def linear_constants(machine: Machine) -> tuple[Constant, ...]:
-    """Latency and bandwidth of a linear all-reduce, from the machine's own rows when it has them.
-
-    time = latency * (n - 1) + 2 (n - 1) / n * bytes / bandwidth.
-    """
-    rows = [r for r in machine.measured.allreduce if r.mode == "eager" and r.backend == "gloo"]
-    alpha, bandwidth, sd, source = 120.0, 1.0, 0.9, "judged; wide (gloo over loopback)"
-    if len(rows) >= 2:
-        hops = np.array([r.num_ranks - 1 for r in rows], float)
-        wire = np.array([2 * (r.num_ranks - 1) / r.num_ranks * r.size_bytes for r in rows])
-        time = np.array([r.time_us for r in rows])
-        design = np.stack([hops, wire], axis=1) / time[:, None]
-        fit = np.linalg.lstsq(design, np.ones(len(rows)), rcond=None)[0]
-        alpha = float(max(fit[0], 0.05 * time.min() / hops[0]))
-        bandwidth = float(1e-3 / max(fit[1], 1e-7))
-        sd, source = 0.3, "fitted to this machine's probe rows"
-    return tuple(
-        Constant(name=n, value=v, unit=u, prior=v, prior_sd=sd, scale="log", source=source)
-        for n, v, u in (
-            ("linear_allreduce_us", alpha, "us per rank beyond the first"),
-            ("linear_allreduce_gb_per_s", bandwidth, "GB/s per rank"),
+    @property
+    def settings(self) -> NcclSettings:
+        """The NCCL environment these knobs set."""
+        return NcclSettings(
+            algo=None if self.algo == "auto" else self.algo,
+            proto=None if self.proto == "auto" else self.proto,
+            min_channels=self.min_channels,
+            max_channels=self.max_channels,
+            nthreads=self.nthreads,
+            buffsize_bytes=self.buffsize_bytes,
+            p2p_level=None if self.p2p_level == "auto" else self.p2p_level,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Who reduces over what, settings resolved."""
+
+    backend: str
+    ranks: int
+    settings: NcclSettings
+
+
+def allreduce_constants(machine: Machine) -> tuple[Constant, ...]:
+    """The all-reduce model's constants that matter on this machine, at their priors."""
+    specs: tuple[ConstantSpec, ...] = GLOO_SPECS
+    if machine.gpu is not None:
+        specs = (*NCCL_SPECS, *DIRECT_SPECS)
+    call = [spec for spec in (*NCCL_SPECS, *GLOO_SPECS) if spec.name == PREFIX + "call_us"]
+    chosen = {spec.name: spec for spec in (*specs, *call)}
+    return tuple(
+        Constant(
+            name=spec.name,
+            value=spec.prior,
+            unit=spec.unit,
+            prior=spec.prior,
+            prior_sd=spec.prior_log_sd,
+            scale="log",
+            source=spec.source,
+        )
+        for spec in chosen.values()
     )
 
 
 class CollectiveTimes:
-    """All-reduce times on one machine for many keys, sizes and constant vectors."""
+    """All-reduce times on one machine for many settings, sizes and constant vectors."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
+        self._version = machine.software.nccl_version or ASSUMED_NCCL_VERSION
+        self._setups: dict[Route, Setup | str] = {}
+        self._problems: dict[CollectiveKey, str | None] = {}
+        self._row_of: dict[tuple[object, ...], int] = {}
+        self._signatures: dict[tuple[CollectiveKey, tuple[int, ...]], tuple[int, ...]] = {}
+        self._designs: list[Design] = []
+
+    def problem(self, key: CollectiveKey) -> str | None:
+        """Why these settings cannot run here, or None."""
+        if key not in self._problems:
+            self._problems[key] = self._find_problem(key)
+        return self._problems[key]
+
+    def usable(self, key: CollectiveKey) -> CollectiveKey:
+        """These settings, or the plain ones of this machine where these cannot run."""
+        if self.problem(key) is None:
+            return key
+        if self._machine.gpu is None:
+            return CollectiveKey("gloo", key.tp)
+        return CollectiveKey("nccl", min(key.tp, self._machine.num_gpus))
+
+    def _find_problem(self, key: CollectiveKey) -> str | None:
+        if key.tp == 1:
+            return None
+        if self._machine.gpu is None and key.backend != "gloo":
+            return f"collectives.backend {key.backend!r} needs GPUs; ranks on CPUs use gloo"
+        if self._machine.gpu is not None and key.tp > self._machine.num_gpus:
+            return f"parallel.tp {key.tp} is above the {self._machine.num_gpus} GPUs of the machine"
+        try:
+            for size in (PROBE_SIZES[0], PROBE_SIZES[-1]):
+                self._indices(_route(key), [size])
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def classes(self, keys: Sequence[CollectiveKey], sizes: Sequence[int]) -> list[int]:
+        """Equal numbers for keys whose all-reduces are alike at all ``sizes``; -1: cannot run."""
+        seen: dict[tuple[int, ...], int] = {}
+        numbers = []
+        wanted = tuple(sizes)
+        for key in keys:
+            if self.problem(key) is not None:
+                numbers.append(-1)
+                continue
+            if (key, wanted) not in self._signatures:
+                rows = () if key.tp == 1 else tuple(self._indices(_route(key), wanted))
+                self._signatures[key, wanted] = (key.tp, *rows)
+            numbers.append(seen.setdefault(self._signatures[key, wanted], len(seen)))
+        return numbers
 
     def table_us(
         self,
         keys: Sequence[CollectiveKey],
         sizes: Sequence[float] | Array,
+        c: Mapping[str, Array],
+    ) -> Array:
+        """Stand-alone device time of an all-reduce for each (key, size), us: [D, N]; 0 alone."""
+        routes = [_route(key) if key.tp > 1 else None for key in keys]
+        return self._times(routes, [int(s) for s in sizes], c)
+
+    def observed_us(
+        self,
+        routes: Sequence[Route],
+        sizes: Sequence[int],
         graphed: Sequence[bool],
         c: Mapping[str, Array],
     ) -> Array:
-        """Stand-alone time of an all-reduce of each (key, size, graphed), us: [D, len(keys)].
-
-        0 for one rank.
-        """
-        tp = np.array([key.tp for key in keys], dtype=float)
-        size = np.asarray(sizes, dtype=float)
-        wire_us = 2 * (tp - 1) / tp * size / (c["linear_allreduce_gb_per_s"] * 1e3)
-        out: Array = (tp - 1) * c["linear_allreduce_us"] + wire_us
-        return out
-
-    def classes(self, keys: Sequence[CollectiveKey]) -> list[int]:
-        """Equal numbers for keys whose times are equal at every size."""
-        seen: dict[tuple[str, int], int] = {}
-        return [seen.setdefault((key.backend, key.tp), len(seen)) for key in keys]
+        """Time of benchmark rows, us: [D, N]; eager rows are bound by the host's call."""
+        inside = self._times(list(routes), list(sizes), c)
+        result: Array = np.where(np.array(graphed), inside, eager_us(inside, c))
+        return result
 
     def floor_us(self, tp: Array, size_bytes: Array) -> Array:
         """Physical bound: each rank sends and receives 2 (n - 1) / n of the bytes over its link."""
-        links = [
+        rates = [
             link.gb_per_s
             for link in self._machine.topology.links
             if link.kind in ("pcie", "nvlink")
             and (link.a.startswith("gpu") or link.b.startswith("gpu"))
         ]
-        rate = (max(links) if links else 100.0) * 1e3
+        rate = (max(rates) if rates else 100.0) * 1e3
         bound: Array = 2 * (tp - 1) / tp * size_bytes / rate
         return bound
 
+    def _times(
+        self, routes: Sequence[Route | None], sizes: Sequence[int], c: Mapping[str, Array]
+    ) -> Array:
+        index = np.array(
+            [
+                -1 if r is None else self._indices(r, [s])[0]
+                for r, s in zip(routes, sizes, strict=True)
+            ]
+        )
+        used, inverse = np.unique(index, return_inverse=True)
+        rows = used[used >= 0]
+        num_draws = max(np.shape(value)[0] if np.ndim(value) else 1 for value in c.values())
+        table = np.zeros((num_draws, used.size))
+        if rows.size:
+            table[:, used.size - rows.size :] = time_us(self._all().take(rows), c)
+        result: Array = table[:, inverse]
+        return result
 
-def in_step_us(table_DU: Array, tp_U: Array, c: Mapping[str, Array]) -> Array:
+    def _all(self) -> Design:
+        if len(self._designs) > 1:
+            self._designs = [Design.concat(self._designs)]
+        return self._designs[0]
+
+    def _indices(self, route: Route, sizes: Sequence[int]) -> list[int]:
+        """Rows of these collectives; settings with the same plan share rows."""
+        at_least = [max(size, 1) for size in sizes]
+        if route.backend == "nccl":
+            setup = self._setup(route)
+            level = route.settings.p2p_rank()
+            plans = [setup.plan(size) for size in at_least]
+            buffers = [route.settings.buffsize_bytes if p.proto == "Simple" else 0 for p in plans]
+            keys = [
+                (route.ranks, setup.orders, level, buffer, plan, size)
+                for plan, buffer, size in zip(plans, buffers, at_least, strict=True)
+            ]
+        else:
+            keys = [(route.backend, route.ranks, size) for size in at_least]  # type: ignore[misc]
+        new = {key: n for n, key in enumerate(keys) if key not in self._row_of}
+        if new:
+            self._designs.append(self._design(route, [at_least[n] for n in new.values()]))
+            for key in new:
+                self._row_of[key] = len(self._row_of)
+        return [self._row_of[key] for key in keys]
+
+    def _design(self, route: Route, sizes: list[int]) -> Design:
+        if route.backend != "nccl":
+            return allreduce_design(
+                self._machine, route.ranks, route.backend, route.settings, self._version, sizes
+            )
+        setup = self._setup(route)
+        plans = [setup.plan(size) for size in sizes]
+        buffsize = route.settings.buffsize_bytes
+        return nccl_design(
+            self._machine, route.ranks, sizes, plans, setup.orders, setup.p2p_level, buffsize
+        )
+
+    def _setup(self, route: Route) -> Setup:
+        if route not in self._setups:
+            try:
+                self._setups[route] = nccl_setup(
+                    self._machine, route.ranks, route.settings, self._version
+                )
+            except ValueError as error:
+                self._setups[route] = str(error)
+        setup = self._setups[route]
+        if isinstance(setup, str):
+            raise ValueError(setup)
+        return setup
+
+
+def in_step_us(table_DN: Array, tp_N: Array, c: Mapping[str, Array]) -> Array:
     """Inside a step: the stand-alone time scaled, plus waiting for the last rank."""
-    late = c["skew_us"] * np.log2(np.maximum(tp_U, 1.0))
-    inside: Array = table_DU * c["allreduce_factor"] + late
-    return np.where(tp_U > 1, inside, 0.0)
+    late = c["skew_us"] * np.log2(np.maximum(tp_N, 1.0))
+    inside: Array = table_DN * c["allreduce_factor"] + late
+    return np.where(tp_N > 1, inside, 0.0)
+
+
+@lru_cache(maxsize=65536)
+def _route(key: CollectiveKey) -> Route:
+    settings = key.settings if key.backend == "nccl" else NcclSettings()
+    return Route(key.backend, key.tp, settings)

@@ -93,7 +93,26 @@ class AcceptanceCounts:
                 )
 
 
-Observation = TermObservation | AllreduceObservation | AcceptanceCounts
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptLength:
+    """Only the accept length (bonus included) of a tree is known, as in published tables."""
+
+    steps: int
+    topk: int
+    draft_tokens: int
+    accept_length: float
+    rel_sd: float
+
+    def __post_init__(self) -> None:
+        if not 1.0 <= self.accept_length <= self.steps + 1:
+            raise ValueError(
+                f"accept_length {self.accept_length} must be between 1 and steps + 1 = "
+                f"{self.steps + 1} (the bonus token counts)"
+            )
+        _positive("rel_sd", self.rel_sd)
+
+
+Observation = TermObservation | AllreduceObservation | AcceptanceCounts | AcceptLength
 
 
 def _positive(name: str, value: float) -> None:

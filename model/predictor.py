@@ -8,6 +8,7 @@ the step model runs once per distinct step and a large space is a gather.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,19 +18,18 @@ from model import breakeven
 from model.acceptance import AcceptanceModel
 from model.calibrate import calibrate
 from model.calibration import Calibration
-from model.collectives import CollectiveTimes
-from model.constants import as_mapping
+from model.collectives import CollectiveKey, CollectiveTimes
 from model.intervals import mixture_quantiles
 from model.knobs_array import OFF, KnobsArray
 from model.machine import Machine
+from model.many import CycleTimes, cycle_times, distinct, log_sd, probes
 from model.memory import USABLE, memory_use
-from model.observations import AcceptanceCounts, Observation
+from model.observations import AcceptanceCounts, AcceptLength, Observation
 from model.shapes import DraftShape, ModelShape
 from model.spec import CYCLE_TERMS, DECODE_TERMS, Inert, Interval, Knobs, Prediction, Workload
 from model.step import SUB_TERMS, StepModel, StepRows
 
 Array = NDArray[Any]
-_DELTA = 1e-3
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,7 +68,7 @@ class Predictor:
     acceptance: AcceptanceModel
 
     def __post_init__(self) -> None:
-        collectives = CollectiveTimes(self.machine)
+        collectives = _collectives(self.machine)
         object.__setattr__(
             self, "_step", StepModel(self.target, self.draft, self.machine, collectives)
         )
@@ -86,25 +86,35 @@ class Predictor:
         prefix = "verify" if knobs.method != "off" else "decode"
         names = CYCLE_TERMS if knobs.method != "off" else DECODE_TERMS
         terms = {
-            name: _interval(self._quantiles(fast[_source(name)], slow[_source(name)])[:, 0])
+            name: _interval(
+                self._mixtures(self._times(fast[source], slow[source]), 0.0, 0.0, workload)[0][:, 0]
+            )
             for name in names
+            for source in (_source(name),)
         }
-        cycle = self._quantiles(_total(fast), _total(slow))[:, 0]
         tau_S = self._tau_samples(knobs)
-        speed = self._speed_quantiles(_total(fast), _total(slow), tau_S[None], workload)
-        memory, reason = self._memory(rows, workload)
+        log_tau = np.log(tau_S)
+        cycle, speed = self._mixtures(
+            self._times(_total(fast), _total(slow)), log_tau.mean(), log_tau.std(), workload
+        )
+        memory, reasons = self._memory(rows, workload)
+        reason = (
+            self.target.head_problem(knobs.tp)
+            or self.step.collectives.problem(CollectiveKey.of(knobs))
+            or reasons[0]
+        )
         return Prediction(
             knobs=knobs,
             workload=workload,
             calibration_id=self.calibration.id,
             terms_ms=terms,
-            cycle_ms=_interval(cycle),
+            cycle_ms=_interval(cycle[:, 0]),
             accept_length=_interval(np.quantile(tau_S, [0.05, 0.5, 0.95])),
             tokens_per_s=_interval(speed[:, 0]),
             speed_of_light_ms=breakeven.speed_of_light_ms(self.step, knobs, workload, prefix),
             memory_gib_per_gpu=float(memory[0]),
-            feasible=reason[0] is None,
-            infeasible_reason=reason[0],
+            feasible=reason is None,
+            infeasible_reason=reason,
             inert=self.inert(knobs),
         )
 
@@ -124,14 +134,21 @@ class Predictor:
                 feasible=np.zeros(0, dtype=bool),
             )
         self._check(any(tree != OFF for tree in array.trees))
-        cells, inverse = _cells(array, self.step.collectives)
-        rows, tree_U = _rows_of_cells(array, cells, workload)
-        fast, slow = self._totals(rows, tree_U, False), self._totals(rows, tree_U, True)
-        tau_TS = np.stack([self._tau_of_tree(tree) for tree in array.trees])
-        cycle = self._quantiles(fast, slow)
-        speed = self._speed_quantiles(fast, slow, tau_TS[tree_U], workload)
+        sizes = self.step.message_sizes(array.trees, workload.concurrency)
+        classes = np.array(self.step.collectives.classes(array.keys, sizes), dtype=np.int64)
+        cells, inverse = _cells(array, classes)
+        _, first_key, class_of_key = np.unique(classes, return_index=True, return_inverse=True)
+        rows, tree = _rows_of_cells(array, cells, first_key[class_of_key], workload)
+        times = cycle_times(self.step, self.calibration, rows)
+        tau_TS = np.stack([self._tau_of_tree(t) for t in array.trees])
+        log_tau = np.log(tau_TS)
+        cycle, speed = self._mixtures(
+            times, log_tau.mean(axis=1)[tree], log_tau.std(axis=1)[tree], workload
+        )
         memory, _ = self._memory(rows, workload, with_reason=False)
         feasible = memory * 2**30 <= self.step.device(1).memory_bytes * USABLE
+        heads = np.array([self.target.head_problem(key.tp) is None for key in array.keys])
+        feasible &= ((classes >= 0) & heads)[array.key_code[cells]]
         tau = np.quantile(tau_TS, [0.05, 0.5, 0.95], axis=1)
         return PredictionArray(
             knobs=array,
@@ -145,7 +162,7 @@ class Predictor:
     def updated(self, observations: Sequence[Observation]) -> "Predictor":
         """The predictor after these measurements: constants and acceptance both learn."""
         calibration = calibrate(self.calibration, observations, self.step)
-        counts = [o for o in observations if isinstance(o, AcceptanceCounts)]
+        counts = [o for o in observations if isinstance(o, AcceptanceCounts | AcceptLength)]
         return replace(self, calibration=calibration, acceptance=self.acceptance.update(counts))
 
     def inert(self, knobs: Knobs) -> tuple[Inert, ...]:
@@ -159,67 +176,40 @@ class Predictor:
             )
 
     def _terms(self, rows: StepRows, *, slow: bool) -> dict[str, Array]:
-        """Terms [D, U]: row 0 at the fitted constants, row 1 + k with constant k moved."""
-        num = len(self.calibration.names)
-        probes = np.concatenate([np.zeros((1, num)), _DELTA * np.eye(num)])
-        c = as_mapping(self.calibration.constants, self.calibration.x + probes)
-        shape = (num + 1, rows.tp.size)
-        terms = self.step.terms_ms(rows, c, slow)
+        """Terms, ms [D, U]: row 0 at the fitted constants, row 1 + k with constant k moved."""
+        shape = (len(self.calibration.names) + 1, rows.tp.size)
+        terms = self.step.terms_ms(rows, probes(self.calibration), slow)
         return {name: np.broadcast_to(value, shape) for name, value in terms.items()}
 
-    def _totals(self, rows: StepRows, tree_U: NDArray[np.intp], slow: bool) -> Array:
-        """Cycle times [D, U]; each phase is timed once per distinct phase and gathered."""
-        code = rows.key_index * 2 + rows.numa
-        bits = rows.graph_verify * 1 + rows.graph_decode * 2
-        phases: tuple[tuple[str, tuple[Array, ...]], ...] = (
-            ("target", (tree_U, code, bits)),
-            ("draft", (rows.steps, rows.topk, code, rows.graph_draft)),
-            ("extend", (rows.steps, code, rows.graph_extend)),
+    def _times(self, fast_DU: Array, slow_DU: Array) -> CycleTimes:
+        return CycleTimes(
+            fast_DU[0],
+            log_sd(fast_DU, self.calibration),
+            slow_DU[0],
+            log_sd(slow_DU, self.calibration),
         )
-        kind, kind_inverse = _unique((rows.speculative,))
-        host = self._terms(rows.take(kind), slow=slow)
-        total = np.take(host["sample"] + host["host_gap"], kind_inverse, axis=1)
-        for name, columns in phases:
-            index, inverse = _unique(columns)
-            terms = self._terms(rows.take(index), slow=slow)
-            parts = [value for key, value in terms.items() if key.split(".")[0] == name]
-            if parts:
-                total += np.take(np.sum(np.stack(parts), axis=0), inverse, axis=1)
-        return total
 
-    def _log_sd(self, values_DU: Array) -> tuple[Array, Array]:
-        """(log median [U], log sd [U]) from the constants' covariance and the residual."""
-        base = np.maximum(values_DU[0], 1e-12)
-        gradient_KU = (values_DU[1:] / base - 1.0) / _DELTA
-        root = np.linalg.cholesky(self.calibration.covariance + 1e-14 * np.eye(len(gradient_KU)))
-        spread = root.T @ gradient_KU
-        variance = np.einsum("ku,ku->u", spread, spread) + self.calibration["discrepancy"] ** 2
-        return np.log(base), np.sqrt(variance)
-
-    def _quantiles(self, fast_DU: Array, slow_DU: Array) -> Array:
-        log_fast, sd_fast = self._log_sd(fast_DU)
-        log_slow, sd_slow = self._log_sd(slow_DU)
-        jitter = self.calibration["host_jitter"]
-        eager = np.abs(log_slow - log_fast) > 1e-9
-        sd_fast = np.where(eager, np.hypot(sd_fast, jitter), sd_fast)
-        sd_slow = np.where(eager, np.hypot(sd_slow, jitter), sd_slow)
+    def _mixtures(
+        self, times: CycleTimes, log_tau: Array | float, tau_sd: Array | float, workload: Workload
+    ) -> tuple[Array, Array]:
+        """Quantiles [3, U] of the time (ms) and of tokens/s = requests x accept length / time."""
+        base = np.maximum(times.fast, 1e-12), np.maximum(times.slow, 1e-12)
+        log_fast, log_slow = np.log(base[0]), np.log(base[1])
+        extra = self.calibration["discrepancy"] ** 2
+        jitter = np.where(log_slow - log_fast > 1e-9, self.calibration["host_jitter"] ** 2, 0.0)
+        fast_sd = np.sqrt(times.fast_sd**2 + extra + jitter)
+        slow_sd = np.sqrt(times.slow_sd**2 + extra + jitter)
         share = self.calibration["host_slow_share"]
-        return mixture_quantiles(log_fast, sd_fast, log_slow, sd_slow, share)
-
-    def _speed_quantiles(
-        self, fast_DU: Array, slow_DU: Array, tau_US: Array, workload: Workload
-    ) -> Array:
-        """Tokens/s [3, U]: requests x accept length / cycle."""
-        log_tau = np.log(tau_US)
-        centre, spread = log_tau.mean(axis=1), log_tau.std(axis=1)
-        tokens = np.log(workload.concurrency * 1e3) + centre
-        log_fast, sd_fast = self._log_sd(fast_DU)
-        log_slow, sd_slow = self._log_sd(slow_DU)
-        jitter = np.where(np.abs(log_slow - log_fast) > 1e-9, self.calibration["host_jitter"], 0.0)
-        sd_fast = np.sqrt(sd_fast**2 + spread**2 + jitter**2)
-        sd_slow = np.sqrt(sd_slow**2 + spread**2 + jitter**2)
-        share = self.calibration["host_slow_share"]
-        return mixture_quantiles(tokens - log_fast, sd_fast, tokens - log_slow, sd_slow, share)
+        cycle = mixture_quantiles(log_fast, fast_sd, log_slow, slow_sd, share)
+        tokens = np.log(workload.concurrency * 1e3) + log_tau
+        speed = mixture_quantiles(
+            tokens - log_fast,
+            np.hypot(fast_sd, tau_sd),
+            tokens - log_slow,
+            np.hypot(slow_sd, tau_sd),
+            share,
+        )
+        return cycle, speed
 
     def _tau_samples(self, knobs: Knobs) -> Array:
         return self._tau_of_tree((knobs.method, knobs.steps, knobs.topk, knobs.draft_tokens))
@@ -252,40 +242,28 @@ class Predictor:
         ] if with_reason else []
 
 
-def _unique(columns: Sequence[Array]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """(first index, inverse) of the distinct rows of small integer columns."""
-    code = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        values = np.asarray(column, dtype=np.int64)
-        code = code * (int(values.max()) + 1) + values
-    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
-    return first, inverse
+@lru_cache(maxsize=8)
+def _collectives_of(dump: str) -> CollectiveTimes:
+    return CollectiveTimes(Machine.model_validate_json(dump))
 
 
-def _cells(
-    array: KnobsArray, collectives: CollectiveTimes
-) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _collectives(machine: Machine) -> CollectiveTimes:
+    """Shared by all predictors of one machine: plans are looked up once."""
+    return _collectives_of(machine.model_dump_json())
+
+
+def _cells(array: KnobsArray, classes: Array) -> tuple[Array, Array]:
     """Distinct steps of an array: (index of one point of each cell, cell of each point)."""
-    classes = np.array(collectives.classes(array.keys), dtype=np.int64)
+    classes = classes + 1
     numa = np.array([host[0] for host in array.hosts], dtype=np.int64)
     sizes = (len(array.trees), int(classes.max()) + 1, 2, 16)
     code = array.tree_code.astype(np.int64) * sizes[1] + classes[array.key_code]
     code = (code * 2 + numa[array.host_code]) * 16 + array.graph_bits
-    total = int(np.prod(sizes))
-    if total > 8 * len(array) + 1_000_000:
-        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
-        return first, inverse
-    # few possible cells: mark and count instead of sorting
-    first = np.full(total, -1, dtype=np.int64)
-    first[code[::-1]] = np.arange(len(array) - 1, -1, -1)
-    present = np.flatnonzero(first >= 0)
-    number = np.zeros(total, dtype=np.int64)
-    number[present] = np.arange(present.size)
-    return first[present], number[code]
+    return distinct(code, int(np.prod(sizes)))
 
 
 def _rows_of_cells(
-    array: KnobsArray, cells: NDArray[np.intp], workload: Workload
+    array: KnobsArray, cells: NDArray[np.intp], key_of: NDArray[np.intp], workload: Workload
 ) -> tuple[StepRows, NDArray[np.intp]]:
     tree = array.tree_code[cells]
     tables = np.array([t[1:] for t in array.trees], dtype=float).reshape(-1, 3)
@@ -297,7 +275,7 @@ def _rows_of_cells(
         steps=tables[tree, 0],
         topk=tables[tree, 1],
         draft_tokens=tables[tree, 2],
-        key_index=array.key_code[cells].astype(np.int64),
+        key_index=key_of[array.key_code[cells]].astype(np.int64),
         keys=array.keys,
         tp=tp[array.key_code[cells]],
         numa=numa[array.host_code[cells]],

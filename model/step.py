@@ -143,16 +143,85 @@ class StepModel:
         return {name: value / 1e3 for name, value in terms.items()}
 
     def _allreduce(self, rows: StepRows, bytes_U: Array, c: Constants) -> Array:
-        keys = [rows.keys[i] for i in rows.key_index]
-        graphed = [self.machine.gpu is not None] * len(keys)
-        table = self.collectives.table_us(keys, bytes_U, graphed, c)
-        return in_step_us(table, rows.tp, c)
+        """All-reduce of each row inside a step; equal (key, size) pairs are timed once."""
+        sizes, size_code = np.unique(bytes_U, return_inverse=True)
+        pairs, inverse = np.unique(rows.key_index * sizes.size + size_code, return_inverse=True)
+        keys = [self.collectives.usable(rows.keys[i]) for i in pairs // sizes.size]
+        table = self.collectives.table_us(keys, sizes[pairs % sizes.size], c)
+        tp = np.array([float(key.tp) for key in keys])
+        result: Array = in_step_us(table, tp, c)[:, inverse]
+        return result
+
+    def message_sizes(self, trees: Sequence[tuple[str, int, int, int]], requests: int) -> list[int]:
+        """Bytes of every all-reduce that steps of these trees run, ascending."""
+        shape, sizes = self.target, set()
+        width = shape.allreduce_bytes_per_token // shape.hidden
+        for method, steps, topk, draft_tokens in trees:
+            rows = requests * (draft_tokens if method != "off" else 1)
+            sizes |= {rows * shape.hidden * width, rows * shape.vocab * width}
+            if method == "off" or self.draft is None:
+                continue
+            width_draft = 4 if self.draft.weight_format == "fp32" else 2
+            for tokens in (topk * requests, (steps + 1) * requests):
+                sizes |= {
+                    tokens * self.draft.hidden * width_draft,
+                    tokens * self.draft.draft_vocab * width_draft,
+                }
+        return sorted(sizes)
 
     def reduce_us(self, knobs: Knobs, size_bytes: float, c: Constants) -> float:
         """One all-reduce of these knobs inside a step at the first constant vector, us."""
-        graphed = [self.machine.gpu is not None]
-        table = self.collectives.table_us([CollectiveKey.of(knobs)], [size_bytes], graphed, c)
+        key = self.collectives.usable(CollectiveKey.of(knobs))
+        table = self.collectives.table_us([key], [size_bytes], c)
         return float(in_step_us(table, np.array([float(knobs.tp)]), c)[0, 0])
+
+    def phase_us(self, phase: str, rows: StepRows, c: Constants) -> tuple[Array, Array]:
+        """(device, host in its fast mode) time of a whole phase, us [D, U] each.
+
+        ``phase`` is "target", "draft" or "extend". What only depends on the number of tokens is
+        computed once per such number, so rows that differ in communication are cheap.
+        """
+
+        def run(i: Index, tp: float) -> dict[str, Array]:
+            some = rows.take(i)
+            if phase == "target":
+                device, host = self._target_total(some, tp, c)
+            else:
+                parts = (self.draft_parts if phase == "draft" else self.extend_parts)(
+                    some, tp, c, False
+                )
+                device, host = parts.device_us[phase], parts.host_us[phase]
+            shape = (max(len(v) for v in c.values()), i.size)
+            return {
+                "device": np.broadcast_to(device, shape),
+                "host": np.broadcast_to(host, shape),
+            }
+
+        both = _per_tp(rows.tp, run)
+        return both["device"], both["host"]
+
+    def _target_total(self, rows: StepRows, tp: float, c: Constants) -> tuple[Array, Array]:
+        shape, device = self.target, self.device(tp)
+        tokens = np.where(rows.speculative, rows.draft_tokens, 1.0)
+        _, first, inverse = np.unique(tokens, return_index=True, return_inverse=True)
+        f = Forwards(
+            tokens_per_request=tokens[first],
+            requests=rows.requests[first],
+            context=rows.context[first],
+            tp=rows.tp[first],
+        )
+        forward = compute.attention_us(shape, f, device, c) + compute.moe_us(shape, f, device, c)
+        forward = forward + compute.head_us(shape, f, device, c)
+        forward = (forward + compute.other_us(shape, f, device, c))[:, inverse]
+        width = shape.allreduce_bytes_per_token
+        count = shape.allreduces_per_forward + 1
+        rows_bytes = tokens * rows.requests * width
+        one = self._allreduce(rows, rows_bytes, c)
+        gather = 0.5 * self._allreduce(rows, rows_bytes * shape.vocab / shape.hidden, c)
+        launch, collective = launch_us(rows, c, False)
+        host = sum(compute.kernel_counts(shape).values()) * launch
+        host = host + np.where(rows.tp > 1, (count + 1) * collective, 0.0)
+        return forward + count * one + gather, host
 
     def target_parts(
         self, rows: StepRows, tokens_U: Array, tp: float, c: Constants, slow: bool

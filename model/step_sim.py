@@ -106,10 +106,10 @@ def simulate_cycle(
         launches = np.array([op.host_us for op in segments])
         streams = []
         for rank in range(num_ranks):
-            launched: simpy.Store | float = phase.graph_launch_us
+            launched: _Queue | float = phase.graph_launch_us
             if not phase.graphed:
                 noise = np.maximum(1.0 + host.launch_sd * rng.standard_normal(len(segments)), 0.1)
-                launched = simpy.Store(env)
+                launched = _Queue(env)
                 env.process(_host(env, launched, (launches * noise * speed[rank]).tolist()))
             body = _stream(state, rank, segments, spent[rank].tolist(), barriers, launched)
             streams.append(env.process(body))
@@ -173,11 +173,34 @@ class _Barriers:
         done.succeed(duration_us)
 
 
-def _host(env: simpy.Environment, queue: simpy.Store, launches_us: list[float]) -> Process:
+class _Queue:
+    """Launched kernels of one rank that its stream has not taken yet."""
+
+    __slots__ = ("_env", "_waiter", "launched")
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self._env = env
+        self._waiter: simpy.Event | None = None
+        self.launched = 0
+
+    def put(self) -> None:
+        """One more kernel is launched."""
+        self.launched += 1
+        if self._waiter is not None:
+            waiter, self._waiter = self._waiter, None
+            waiter.succeed()
+
+    def wait(self) -> simpy.Event:
+        """Fires at the next launch."""
+        self._waiter = self._env.event()
+        return self._waiter
+
+
+def _host(env: simpy.Environment, queue: _Queue, launches_us: list[float]) -> Process:
     """Launch the kernels of one rank one by one."""
-    for index, cost in enumerate(launches_us):
+    for cost in launches_us:
         yield env.timeout(cost)
-        queue.put(index)
+        queue.put()
 
 
 def _stream(
@@ -186,19 +209,19 @@ def _stream(
     segments: Sequence[_Segment],
     spent_us: list[float],
     barriers: _Barriers,
-    launched: simpy.Store | float,
+    launched: _Queue | float,
 ) -> Process:
     """Run segments in order: each once it is launched, or all after one graph launch (a float)."""
     env = state.env
     last = env.now
     queue = None
-    if isinstance(launched, simpy.Store):
+    if isinstance(launched, _Queue):
         queue = launched
     else:
         yield env.timeout(launched)
     for index, segment in enumerate(segments):
-        if queue is not None:
-            yield queue.get()
+        if queue is not None and queue.launched <= index:
+            yield queue.wait()
         if segment.size_bytes is None:
             yield env.timeout(spent_us[index])
         else:

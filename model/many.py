@@ -1,0 +1,172 @@
+"""Cycle times of many knobs: each phase is timed once per distinct phase, cells gather.
+
+A cell is a distinct step: tree, collective class, host setting and graphs. Its time is the sum of
+its phases, and so is the gradient by the constants. Gradients are kept in the few directions of the
+constants' covariance that matter here. D constant vectors, P phases, U cells, R directions.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.calibration import Calibration
+from model.compute import Constants
+from model.constants import as_mapping
+from model.step import StepModel, StepRows, expected_maximum, host_us
+
+Array = NDArray[Any]
+
+#: step of the finite differences on the constants' scales
+DELTA = 1e-3
+#: share of the summed variance that the kept directions must hold
+_KEPT = 0.9999
+
+
+@dataclass(frozen=True, slots=True)
+class CycleTimes:
+    """Cells' cycles in the host's fast and slow mode: ms [U] and sd of the log [U] each."""
+
+    fast: Array
+    fast_sd: Array
+    slow: Array
+    slow_sd: Array
+
+
+def probes(calibration: Calibration) -> Constants:
+    """Constants [D, 1]: row 0 as fitted, row 1 + k with constant k moved by ``DELTA``."""
+    num = len(calibration.names)
+    moves = np.concatenate([np.zeros((1, num)), DELTA * np.eye(num)])
+    return as_mapping(calibration.constants, calibration.x + moves)
+
+
+def log_sd(values_DU: Array, calibration: Calibration) -> Array:
+    """Standard deviation of the log of each column from the constants' covariance."""
+    base = np.maximum(values_DU[0], 1e-12)
+    gradient = (values_DU[1:] / base - 1.0) / DELTA
+    spread = _root(calibration).T @ gradient
+    result: Array = np.sqrt(np.einsum("ku,ku->u", spread, spread))
+    return result
+
+
+def cycle_times(step: StepModel, calibration: Calibration, rows: StepRows) -> CycleTimes:
+    """Times of all rows (cells); see the module docstring."""
+    c = probes(calibration)
+    num = len(calibration.names) + 1
+    parts: list[tuple[Array, Array, Array]] = []
+    for columns, run in _phases(step, rows, c):
+        first, inverse = _unique(columns)
+        fast, slow = run(rows.take(first))
+        shape = (num, first.size)
+        parts.append((np.broadcast_to(fast, shape), np.broadcast_to(slow, shape), inverse))
+    root = _root(calibration)
+    basis = _basis(root, [p for fast, slow, _ in parts for p in (fast, slow)])
+    modes = []
+    for mode in (0, 1):
+        total, spread = np.zeros(rows.tp.size), np.zeros((rows.tp.size, basis.shape[1]))
+        for part in parts:
+            values, inverse = part[mode], part[2]
+            total += values[0][inverse]
+            gradient = (values[1:] - values[0]) / DELTA
+            spread += np.ascontiguousarray((basis.T @ gradient).T)[inverse]
+        sd = np.sqrt(np.einsum("ur,ur->u", spread, spread)) / total
+        modes += [total / 1e3, sd]
+    return CycleTimes(*modes)
+
+
+def _phases(
+    step: StepModel, rows: StepRows, c: Constants
+) -> list[tuple[Sequence[Array], Callable[[StepRows], tuple[Array, Array]]]]:
+    """(columns that tell phases apart, time of such rows in both modes)."""
+    tokens = np.where(rows.speculative, rows.draft_tokens, 1.0)
+    graphed = np.where(rows.speculative, rows.graph_verify, rows.graph_decode)
+    key = rows.key_index
+
+    def target(r: StepRows) -> tuple[Array, Array]:
+        return _two_modes(step, "target", r, c)
+
+    def draft(r: StepRows) -> tuple[Array, Array]:
+        return _two_modes(step, "draft", r, c)
+
+    def extend(r: StepRows) -> tuple[Array, Array]:
+        return _two_modes(step, "extend", r, c)
+
+    def host(r: StepRows) -> tuple[Array, Array]:
+        sample, gap = host_us(r, c)
+        return sample + gap, sample + gap
+
+    found: list[tuple[Sequence[Array], Callable[[StepRows], tuple[Array, Array]]]] = [
+        ((rows.speculative, tokens, key, rows.numa, graphed), target),
+        ((rows.speculative,), host),
+    ]
+    if step.draft is not None and rows.speculative.any():
+        spec = rows.speculative
+        found += [
+            ((spec, rows.steps, rows.topk, key, rows.numa, rows.graph_draft), draft),
+            ((spec, rows.steps, key, rows.numa, rows.graph_extend), extend),
+        ]
+    return found
+
+
+def _two_modes(step: StepModel, phase: str, rows: StepRows, c: Constants) -> tuple[Array, Array]:
+    """Time of a phase in the fast and the slow host mode, us [D, P]."""
+    device, host = step.phase_us(phase, rows, c)
+    if not step.device(1).is_gpu:
+        return device + host, device + host * c["host_slow_ratio"]
+    slowest = host * (1.0 + c["host_jitter"] * expected_maximum(rows.tp))
+    graphed = rows.graph_draft if phase == "draft" else rows.graph_extend
+    if phase == "target":
+        graphed = np.where(rows.speculative, rows.graph_verify, rows.graph_decode)
+    captured = device + c["graph_launch_us"]
+    live = np.ones(rows.tp.size) if phase == "target" else rows.speculative
+    fast = np.where(graphed, captured, np.maximum(device, slowest))
+    slow = np.where(graphed, captured, np.maximum(device, slowest * c["host_slow_ratio"]))
+    return fast * live, slow * live
+
+
+def _root(calibration: Calibration) -> Array:
+    result: Array = np.linalg.cholesky(
+        calibration.covariance + 1e-14 * np.eye(len(calibration.names))
+    )
+    return result
+
+
+def _basis(root_KK: Array, tables: Sequence[Array]) -> Array:
+    """Directions [K, R] (covariance applied) that hold nearly all variance of the phases."""
+    gram = np.zeros_like(root_KK)
+    for values in tables:
+        gradient = root_KK.T @ ((values[1:] - values[0]) / DELTA)
+        gram += gradient @ gradient.T
+    weight, vectors = np.linalg.eigh(gram)
+    order = np.argsort(-weight)
+    held = np.cumsum(weight[order]) / max(weight.sum(), 1e-30)
+    keep = order[: int(np.searchsorted(held, _KEPT)) + 1]
+    result: Array = root_KK @ vectors[:, keep]
+    return result
+
+
+def _unique(columns: Sequence[Array]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """(first index, inverse) of the distinct rows of small non-negative integer columns."""
+    code = np.zeros(len(columns[0]), dtype=np.int64)
+    size = 1
+    for column in columns:
+        values = np.asarray(column, dtype=np.int64)
+        width = int(values.max()) + 1
+        code = code * width + values
+        size *= width
+    return distinct(code, size)
+
+
+def distinct(code: Array, size: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """(first index, inverse) of codes below ``size``: by marking when few codes are possible."""
+    if size > 16 * code.size + 4_000_000:
+        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+        return first, inverse
+    first = np.full(size, -1, dtype=np.int64)
+    first[code[::-1]] = np.arange(code.size - 1, -1, -1)
+    present = np.flatnonzero(first >= 0)
+    number = np.zeros(size, dtype=np.int64)
+    number[present] = np.arange(present.size)
+    return first[present], number[code]

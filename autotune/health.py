@@ -52,8 +52,11 @@ _REASONS = (
     (0x080, "hw_power_brake_slowdown"),
     (0x100, "display_clock_setting"),
 )
-#: reasons that say nothing bad about a measurement
-HARMLESS_REASONS = frozenset({"gpu_idle", "applications_clocks_setting", "display_clock_setting"})
+#: reasons that make a repeat say more about cooling or supply than about its knobs; a software
+#: power cap is not among them: many hosts run at their cap all day
+UNHEALTHY_REASONS = frozenset(
+    {"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +105,43 @@ def run_command(command: Sequence[str]) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
+def unhealthy(before: Sequence[Health], after: Sequence[Health]) -> str | None:
+    """What slowed a device down around a repeat, in one line, or None."""
+    found = {
+        f"{health.device}: {reason}"
+        for health in (*before, *after)
+        for reason in health.throttle_reasons
+        if reason in UNHEALTHY_REASONS
+    }
+    return ", ".join(sorted(found)) or None
+
+
 def query_gpus(run: RunCommand = run_command) -> tuple[GpuState, ...] | None:
-    """All GPUs that nvidia-smi lists, in its order; None when it is absent or fails."""
+    """The GPUs that this process may use, in nvidia-smi's order; None when it is absent or fails.
+
+    CUDA_VISIBLE_DEVICES limits them: what another job's GPU does is not our health.
+    """
     for reasons in REASON_FIELDS:
         fields = ",".join((*GPU_FIELDS, reasons))
         text = run(("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"))
         if text is not None:
-            return parse_gpu_query(text)
+            return _visible(parse_gpu_query(text), os.environ.get("CUDA_VISIBLE_DEVICES"))
     return None
+
+
+def _visible(states: tuple[GpuState, ...], listed: str | None) -> tuple[GpuState, ...]:
+    """Those that CUDA_VISIBLE_DEVICES lists, by index or by the beginning of the UUID."""
+    if listed is None:
+        return states
+    wanted = [entry.strip() for entry in listed.split(",") if entry.strip()]
+    return tuple(
+        state
+        for state in states
+        if any(
+            entry == str(state.index) or (not entry.isdigit() and state.uuid.startswith(entry))
+            for entry in wanted
+        )
+    )
 
 
 def parse_gpu_query(text: str) -> tuple[GpuState, ...]:

@@ -158,7 +158,8 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 def _gpu_text(gpu: GpuState) -> str:
     memory = "memory unknown" if gpu.memory_mib is None else f"{gpu.memory_mib:.0f} MiB"
-    clock = f"SM {_or_unknown(gpu.sm_clock_mhz)} of {_or_unknown(gpu.max_sm_clock_mhz)} MHz"
+    # the clock of the moment is in the health: here it would make equal hosts differ
+    clock = f"SM up to {_or_unknown(gpu.max_sm_clock_mhz)} MHz"
     return f"{gpu.name}, {memory}, {clock}, power limit {_or_unknown(gpu.power_limit_w)} W"
 
 

@@ -5,9 +5,11 @@ may have changed it between the shell and the worker.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from autotune.backends.base import tail
 from autotune.nccl_log_types import NcclLog, ProcessLog
-from autotune.records import RankEnvironment
+from autotune.records import Failure, RankEnvironment
 from model.spec import KNOB_FIELDS
 
 #: NCCL variable -> the knob that owns it
@@ -54,6 +56,29 @@ def library_problems(ranks: Sequence[RankEnvironment]) -> list[str]:
     if len(versions) > 1 or len(libraries) > 1:
         return [f"workers loaded different NCCL libraries: {sorted(libraries)} {sorted(versions)}"]
     return []
+
+
+def nccl_log_environment(prefix: Path, tuning: bool) -> dict[str, str]:
+    """Variables that make each worker's NCCL log into a file of its own.
+
+    %p is needed: without it all ranks truncate one file. ``tuning`` adds the choice of each call.
+    """
+    return {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,ENV,GRAPH" + (",TUNING" if tuning else ""),
+        "NCCL_DEBUG_FILE": f"{prefix}.%h.%p.log",
+    }
+
+
+def not_effective(problems: Sequence[str]) -> Failure:
+    """The failure of knobs whose settings did not arrive."""
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return Failure(
+        kind="setting_not_effective",
+        stage="start",
+        message=problems[0] + more,
+        log_tail=tail("\n".join(problems)),
+    )
 
 
 def nccl_log_problems(

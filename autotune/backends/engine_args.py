@@ -6,6 +6,7 @@ Kept free of the engine, so that bad input is refused before torch is loaded whe
 import hashlib
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,8 +15,10 @@ from pydantic import Field, StrictInt, ValidationError
 
 from autotune.backends.base import BackendContext
 from autotune.errors import UserError
+from autotune.launch import launch_mapping
 from autotune.prompts import PromptSet, load_prompts
 from autotune.schemas import Count, Positive, Schema, Study
+from model.spec import Knobs, Scalar
 
 #: rows beyond prompt and output that a verify's tree may fill
 CONTEXT_MARGIN = 8
@@ -95,6 +98,43 @@ def resolve(context: BackendContext) -> Resolved:
         max_context=_max_context(study, args),
         max_concurrency=max(*levels, 1 if dtype == "float32" else 2),
     )
+
+
+def base_knobs(settings: Mapping[str, Scalar | None]) -> Knobs:
+    """Plain decoding with a group's settings."""
+    return Knobs.of({**settings, "speculation.method": "off"})
+
+
+def group_mapping(
+    study: Study, resolved: Resolved, settings: Mapping[str, Scalar | None]
+) -> dict[str, Any]:
+    """What starts the engine for a group: any speculation may be asked for per call."""
+    mapping = launch_mapping(
+        study,
+        [(resolved.max_concurrency, base_knobs(settings))],
+        device=resolved.device,
+        dtype=resolved.dtype,
+        max_context=resolved.max_context,
+        timeout_s=float(resolved.args.timeout_s),
+        threads=resolved.args.threads,
+    )
+    # plain knobs drop the graphs that plain decoding lacks; the workers need the group's
+    mapping["cuda_graph"] = {
+        name.removeprefix("cuda_graph."): bool(value)
+        for name, value in settings.items()
+        if name.startswith("cuda_graph.")
+    }
+    mapping["ops"] = resolved.args.ops
+    return mapping
+
+
+def logs_tuning(args: EngineArgs, settings: Mapping[str, Scalar | None]) -> bool:
+    """Whether NCCL logs its choice per call.
+
+    It does so at capture, not at replay; without graphs at every call, which would be measured.
+    """
+    graphed = bool(settings["cuda_graph.decode"]) and bool(settings["cuda_graph.verify"])
+    return args.nccl_log == "tuning" or (args.nccl_log == "auto" and graphed)
 
 
 def visible_gpus() -> int:

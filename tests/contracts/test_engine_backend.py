@@ -16,6 +16,7 @@ from autotune.backends.engine_args import study_prompts
 from autotune.backends.registry import create_backend
 from autotune.errors import UserError
 from autotune.export import Evidence, LaunchOptions, LevelBest, Throughput, write_best
+from autotune.records import Health
 from autotune.schemas import Study
 from engine.api import Engine
 from engine.config import load_config
@@ -79,6 +80,18 @@ def test_sampled_output_is_unverified_with_the_reason(fp32: Backend, checkpoint:
     assert measured.failure is None
     assert measured.output_check == "unverified"
     assert "temperature 0.8" in measured.notes[0]
+
+
+def test_a_device_that_slowed_itself_down_fails_the_repeat(
+    fp32: Backend, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hot = Health(device="gpu0", throttle_reasons=("hw_thermal_slowdown",))
+    monkeypatch.setattr("autotune.backends.engine_backend.snapshot", lambda device: (hot,))
+    measured = fp32.measure(PLAIN, workload(checkpoint), 5)
+    assert measured.failure is not None
+    assert measured.failure.kind == "unhealthy_host"
+    assert "gpu0: hw_thermal_slowdown" in measured.failure.message
+    assert measured.health_after == (hot,)
 
 
 def test_each_level_serves_its_own_number_of_requests(fp32: Backend, checkpoint: Path) -> None:

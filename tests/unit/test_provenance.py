@@ -14,6 +14,7 @@ from autotune.health import (
     parse_gpu_query,
     query_gpus,
     snapshot,
+    unhealthy,
 )
 from autotune.provenance import collect_provenance, config_hash, git_state, package_versions
 from autotune.records import Provenance, RankEnvironment
@@ -89,6 +90,28 @@ def test_snapshot_lists_each_gpu_and_falls_back_to_the_cpu() -> None:
     (host,) = snapshot("cuda", no_commands)
     assert host.device == "cpu"
     assert host.load_average is not None
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [
+        pytest.param("3", ["gpu3"], id="by-index"),
+        pytest.param("GPU-a", ["gpu0"], id="by-uuid"),
+        pytest.param("3,0", ["gpu0", "gpu3"], id="both"),
+    ],
+)
+def test_gpus_hidden_from_this_process_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, visible: str, devices: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [h.device for h in snapshot("cuda", nvidia_smi(HEALTHY + SICK))] == devices
+
+
+def test_a_device_that_overheats_is_unhealthy_and_one_at_its_power_cap_is_not() -> None:
+    healthy, sick = snapshot("cuda", nvidia_smi(HEALTHY + SICK))
+    capped = healthy.model_copy(update={"throttle_reasons": ("sw_power_cap", "gpu_idle")})
+    assert unhealthy([healthy], [capped]) is None
+    assert unhealthy([healthy], [sick]) == "gpu3: hw_thermal_slowdown"
 
 
 def test_a_gpu_host_gives_driver_link_and_topology() -> None:

@@ -1,6 +1,6 @@
 """All-reduce time, analytic: serial hops plus streaming, without contention between collectives.
 
-    t = fixed + hops x max(mean over the ring of (handover + stream),
+    t = fixed + hops x max(mean over the ring of (handover + cut_through x stream),
                            slowest transport of (occupancy x handover + stream))
 Data that goes round the ring sees every hop once per turn (the mean); a rank that is slower than
 the others holds all of them up at every step (the slowest): the longer of the two paths counts.
@@ -11,7 +11,7 @@ the others holds all of them up at every step (the slowest): the longer of the t
   rank can do nothing else.
 - stream: the bytes of a hop at the rate of the channels together or of the fullest link, whichever
   is slower, with a soft corner where both are near. The first pass of a block protocol is part of
-  the handover.
+  the handover. Cut-through: the share of a stream that must have arrived before it is passed on.
 Ring: 2(n-1) hops of S/n bytes. A tree on one node is a chain: 2(n-1) hops up and down, in pieces.
 """
 
@@ -30,12 +30,12 @@ Lookup = Callable[[str], Array]
 Constants = Mapping[str, float] | Mapping[str, Array]
 
 #: bytes at which half of the first pass's extra cost is paid
-_BURST_BYTES = 4096.0
+BURST_BYTES = 4096.0
 #: steepness of the slowdown once host memory in flight exceeds the cache
-_SPILL_POWER = 4.0
+SPILL_POWER = 8.0
 _US_PER_BYTE = 1e-3
 #: the per-channel rates are those of this many channels; scaling exponents go from there
-_REFERENCE_CHANNELS = 4.0
+REFERENCE_CHANNELS = 4.0
 
 
 def time_us(design: Design, constants: Constants) -> Array:
@@ -64,7 +64,7 @@ def time_us(design: Design, constants: Constants) -> Array:
 def _nccl_us(design: Design, c: Lookup) -> Array:
     factor = design.ll + design.ll128 * c("ll128_hop") + design.simple * c("simple_hop")
     first = np.minimum(design.step_bytes, design.pass_bytes)
-    burst = 1.0 + c("burst") * first / (first + _BURST_BYTES)
+    burst = 1.0 + c("burst") * first / (first + BURST_BYTES)
     around, slowest, work = np.zeros(1), np.zeros(1), np.zeros(1)
     for transport in TRANSPORTS:
         share = getattr(design, f"share_{transport}")
@@ -73,7 +73,7 @@ def _nccl_us(design: Design, c: Lookup) -> Array:
         path = getattr(design, f"path_{transport}_us")
         handover = (path + c(f"handoff_{transport}_us")) * factor * burst
         stream = _stream_us(design, c, transport) / design.hops
-        around = around + share * (handover + stream)
+        around = around + share * (handover + c("cut_through") * stream)
         busy = c("occupancy") * handover + stream
         work = work + share * busy
         slowest = np.maximum(slowest, (share > 0) * busy)
@@ -97,11 +97,11 @@ def _stream_us(design: Design, c: Lookup, transport: str) -> Array:
         + design.ll128 * c("ll128_scaling")
         + design.simple * c("simple_scaling")
     )
-    parallel = _REFERENCE_CHANNELS * (design.channels / _REFERENCE_CHANNELS) ** scaling
+    parallel = REFERENCE_CHANNELS * (design.channels / REFERENCE_CHANNELS) ** scaling
     rate = parallel * c(f"channel_{transport}_gb_per_s") * faster
     link = design.wire / (getattr(design, f"link_{transport}_gb_per_s") * c(f"link_{transport}"))
     if transport == "shm":
-        load = (design.shm_inflight_bytes / (c("host_cache_mib") * 2.0**20)) ** _SPILL_POWER
+        load = (design.shm_inflight_bytes / (c("host_cache_mib") * 2.0**20)) ** SPILL_POWER
         spilled = 1.0 + c("spill") * load / (1.0 + load)
         socket = design.wire / c("socket_gb_per_s") * spilled
         link = np.where(design.socket_flows > 0, np.maximum(link, socket), link)

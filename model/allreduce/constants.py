@@ -33,10 +33,11 @@ NCCL_SPECS = (
     _spec("occupancy", "of the hand-over, in which a rank can do nothing else", 0.4, 0.25, _JUDGED),
     _spec("corner", "exponent: 1 channel and link times add, large the longer counts", 2.0, 0.3,
           _JUDGED),
+    _spec("cut_through", "of a stream that arrives before it is passed on", 0.7, 0.4, _JUDGED),
     *(
-        _spec(f"{proto}_scaling", "exponent of channels: 1 each adds its full rate", 1.0, 0.2,
-              _JUDGED)
-        for proto in ("ll", "ll128", "simple")
+        _spec(f"{proto}_scaling", "exponent of channels: 1 each adds its full rate", prior, log_sd,
+              "channels share SM issue and link queues; judged")
+        for proto, prior, log_sd in (("ll", 0.85, 0.3), ("ll128", 0.85, 0.3), ("simple", 0.8, 0.35))
     ),
     _spec("channel_nvlink_gb_per_s", "GB/s per LL channel, payload", 5.0, 0.4,
           "4 KiB per pass (512 threads x 8 B) and 0.8 us"),

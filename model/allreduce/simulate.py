@@ -14,6 +14,7 @@ from typing import Any
 
 import simpy
 
+from model.allreduce.analytic import BURST_BYTES, REFERENCE_CHANNELS, SPILL_POWER
 from model.allreduce.constants import PREFIX
 from model.allreduce.design import (
     NUM_SLOTS,
@@ -27,9 +28,6 @@ from model.allreduce.hops import DirectedLink, Hop, link_rates
 from model.machine import Machine
 
 Process = Generator[simpy.Event, Any, None]
-_BURST_BYTES = 4096.0
-_REFERENCE_CHANNELS = 4.0
-_SPILL_POWER = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +157,7 @@ class _Run:
         self.wire = WIRE_FACTOR[plan.proto]
         scaling = c(f"{plan.proto.lower()}_scaling")
         # share of one channel in what all channels together stream
-        self.share = (plan.channels / _REFERENCE_CHANNELS) ** (scaling - 1.0)
+        self.share = (plan.channels / REFERENCE_CHANNELS) ** (scaling - 1.0)
         helpers = 32 if plan.proto == "Simple" else 0
         self.passed = PASS_BYTES_PER_THREAD[plan.proto] * max(plan.threads - helpers, 64)
         self.fixed_us = c("fixed_us") + (c("simple_fixed_us") if plan.proto == "Simple" else 0.0)
@@ -172,13 +170,13 @@ class _Run:
         rings = self.collective.rings
         flows = sum(hop.transport == "shm" for ring in rings for hop in ring) / len(rings)
         used = flows * plan.channels * NUM_SLOTS * min(step, SLOT_BYTES[plan.proto]) * self.wire
-        load: float = (used / (c("host_cache_mib") * 2.0**20)) ** _SPILL_POWER
+        load: float = (used / (c("host_cache_mib") * 2.0**20)) ** SPILL_POWER
         return 1.0 + c("spill") * load / (1.0 + load)
 
     def handover_us(self, hop: Hop, step_bytes: float) -> float:
         """Latency of one hop, as in the analytic form."""
         first = min(step_bytes, self.passed)
-        burst = 1.0 + self.c("burst") * first / (first + _BURST_BYTES)
+        burst = 1.0 + self.c("burst") * first / (first + BURST_BYTES)
         return (hop.path_us + self.c(f"handoff_{hop.transport}_us")) * self.factor * burst
 
     def work(self, hop: Hop, step_bytes: float) -> list[tuple[DirectedLink, float]]:
@@ -216,10 +214,12 @@ class _Run:
         rate = self.c(f"channel_{hop.transport}_gb_per_s") * self.faster * self.share
         in_channel = max(0.0, step_bytes - self.passed) * 1e-3 / rate
         corner = self.c("corner")
-        yield self.env.timeout((in_channel**corner + on_links**corner) ** (1.0 / corner))
+        stream = (in_channel**corner + on_links**corner) ** (1.0 / corner)
+        yield self.env.timeout(self.c("cut_through") * stream)
+        inbox.put(self.env.now + handover - busy)
+        yield self.env.timeout((1.0 - self.c("cut_through")) * stream)
         self.writes.leave(tokens)
         self.links.leave(on)
-        inbox.put(self.env.now + handover - busy)
 
     def wait(self, inbox: simpy.Store) -> Process:
         """Take the next chunk: it may still be on its way."""

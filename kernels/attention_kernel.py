@@ -55,15 +55,16 @@ def attention_kernel(
     partial_o, partial_m, partial_l, counters,
     scale, eps, q_stride, k_offset, v_offset,
     k_slot_stride, k_row_stride, k_head_stride, v_slot_stride, v_row_stride, v_head_stride, J,
+    splits,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr,
-    NEW: tl.constexpr, HAS_NORM: tl.constexpr, HAS_MASK: tl.constexpr, SPLITS: tl.constexpr,
+    NEW: tl.constexpr, HAS_NORM: tl.constexpr, HAS_MASK: tl.constexpr, COMBINE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_NEW: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     R: tl.constexpr = N // G
     D: tl.constexpr = 2 * HALF
     BLOCK_D: tl.constexpr = 2 * BLOCK_HALF
-    PARTS: tl.constexpr = SPLITS + 1 if NEW else SPLITS
+    parts = splits + 1 if NEW else splits
     part = tl.program_id(0)
     block = tl.program_id(1)
     b = tl.program_id(2) // G
@@ -99,10 +100,10 @@ def attention_kernel(
     if not HAS_MASK and not NEW:
         # causal: nothing after this block's last token is seen
         stop = tl.minimum(stop, prefix + (block * BLOCK_R + BLOCK_R - 1) // R + 1)
-    chunk = tl.cdiv(tl.cdiv(stop, SPLITS), BLOCK_L) * BLOCK_L
+    chunk = tl.cdiv(tl.cdiv(stop, splits), BLOCK_L) * BLOCK_L
     first = part * chunk
     if NEW:
-        last = tl.where(part == SPLITS, first, tl.minimum(first + chunk, stop))
+        last = tl.where(part == splits, first, tl.minimum(first + chunk, stop))
     else:
         last = tl.minimum(first + chunk, stop)
     k_base = k_cache + slot * k_slot_stride + g * k_head_stride
@@ -139,7 +140,7 @@ def attention_kernel(
         acc = dot(p.to(dtype), v, acc * fade[:, None], PRECISION)
         top = new_top
     if NEW:  # noqa: SIM102 - one is known when compiling, the other is not
-        if part == SPLITS:
+        if part == splits:
             n = tl.arange(0, BLOCK_NEW)
             in_n = n < T
             new_token = (b * T + n).to(tl.int64)
@@ -179,27 +180,27 @@ def attention_kernel(
             acc = dot(p.to(dtype), v_new, None, PRECISION)
     shown = in_row[:, None] & (d_all < D)[None, :]
     where = (token * (N * D) + head * D)[:, None] + d_all[None, :]
-    if PARTS == 1:
+    if not COMBINE:
         o = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + where, o.to(out.dtype.element_ty), mask=shown)
     else:
         group = tl.program_id(2) * tl.num_programs(1) + block
         r = tl.arange(0, BLOCK_R)
-        base = group.to(tl.int64) * (PARTS * BLOCK_R)
+        base = group.to(tl.int64) * (parts * BLOCK_R)
         mine = base + part * BLOCK_R + r
         tl.store(partial_o + mine[:, None] * BLOCK_D + d_all[None, :], acc, mask=shown)
         tl.store(partial_m + mine, top)
         tl.store(partial_l + mine, total)
-        if last_to_arrive(counters + group, PARTS):
+        if last_to_arrive(counters + group, parts):
             top = tl.full([BLOCK_R], float("-inf"), dtype=tl.float32)
-            for s in range(PARTS):
+            for s in range(parts):
                 top = tl.maximum(
                     top, tl.load(partial_m + base + s * BLOCK_R + r, cache_modifier=".cg")
                 )
             shift = tl.where(top == float("-inf"), 0.0, top)
             total = tl.zeros([BLOCK_R], dtype=tl.float32)
             acc = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
-            for s in range(PARTS):
+            for s in range(parts):
                 at = base + s * BLOCK_R + r
                 fade = tl.exp(tl.load(partial_m + at, cache_modifier=".cg") - shift)
                 total += fade * tl.load(partial_l + at, cache_modifier=".cg")
@@ -330,9 +331,9 @@ def launch_attention(
         scale, new.eps if new is not None else 0.0, q_PX.stride(0),
         num_heads * head_size, (num_heads + num_kv_heads) * head_size,
         *k_cache_SCGD.stride()[:3], *v_cache_SCGD.stride()[:3],
-        mask_BTJ.shape[2] if mask_BTJ is not None else num_tokens,
+        mask_BTJ.shape[2] if mask_BTJ is not None else num_tokens, splits,
         T=num_tokens, N=num_heads, G=num_kv_heads, HALF=head_size // 2,
-        NEW=new is not None, HAS_NORM=has_norm, HAS_MASK=has_mask, SPLITS=splits,
+        NEW=new is not None, HAS_NORM=has_norm, HAS_MASK=has_mask, COMBINE=parts > 1,
         BLOCK_R=block_r, BLOCK_L=config["block_l"], BLOCK_HALF=block_half,
         BLOCK_NEW=pow2(num_tokens, 16) if new is not None else 16, STAGES=config["stages"],
         PRECISION="ieee", PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],

@@ -85,14 +85,20 @@ def entries(fast: bool) -> Iterator[Entry]:
         return
     for case in layer_cases(QWEN3_30B_A3B, 1, 4, 1024):
         yield Entry(case, torch.float32, ())
-    for num_sequences, num_tokens in sizes:
+    for num_sequences, num_tokens in ((1, 1), (1, 4), (1, 64), (2, 64)):
         for case in layer_cases(QWEN3_30B_A3B, num_sequences, num_tokens, 1024):
-            if case.name == "norm_lm_head":
-                # the same kernels as norm_linear
+            if case.name in ("norm_lm_head", "norm_linear_argmax", "linear_add"):
+                # the kernels of norm_linear with other flags; the defaults above compile those
                 continue
             for op in case.tuned:
                 for config in candidates_for(op, QWEN3_30B_A3B, num_sequences, num_tokens):
-                    yield Entry(case, torch.bfloat16, ((op, tuple(config.items())),))
+                    if num_tokens > 1 or _is_vector(config):
+                        yield Entry(case, torch.bfloat16, ((op, tuple(config.items())),))
+
+
+def _is_vector(config: tuning.Config) -> bool:
+    """Whether the configuration is for one token only; others are compiled at more tokens."""
+    return config.get("vector") == 1 or config.get("scheme") == moe_down.VECTOR
 
 
 def units_of(entry: Entry, pdl: bool) -> list[Unit]:
@@ -124,7 +130,7 @@ _units: dict[bool, list[tuple[Unit, bool]]] = {}
 
 
 def _prepare(fast: bool) -> None:
-    """In a worker: the same list as the parent's, since kernels cannot be sent between processes."""
+    """In a worker: the parent's list again, since kernels cannot be sent between processes."""
     torch.set_num_threads(1)
     for pdl in (False, True):
         _units[pdl] = list(collect(fast, pdl).values())

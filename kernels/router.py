@@ -239,8 +239,7 @@ def candidates(num_experts: int) -> list[Config]:
     return [
         {"split": split, "block_h": block_h, "stages": stages, "num_warps": num_warps}
         for split in (4, 8, 16, 32)
-        for block_h, stages in ((64, 2), (64, 3), (128, 2))
-        for num_warps in (4, 8)
+        for block_h, stages, num_warps in ((64, 2, 4), (64, 3, 8), (128, 2, 4))
         if block_h * pow2(num_experts) <= 16384 and split * block_h <= 2048
     ]
 

@@ -64,6 +64,7 @@ def save(path: Path, gpu: str, op: str, key: str, config: Config) -> None:
 @dataclass(slots=True)
 class _State:
     forced: dict[str, Config] = field(default_factory=dict)
+    last: dict[str, tuple[str, Config, str]] = field(default_factory=dict)
 
 
 _state = _State()
@@ -102,12 +103,19 @@ def config_for(
     default: Callable[[], Config],
 ) -> Config:
     """The configuration ``op`` runs with for ``shape`` on ``device``."""
-    if op in _state.forced:
-        return _state.forced[op]
-    if device.type != "cuda":
-        return default()
     key = shape_key(shape)
-    config = _cached_table(default_path(), _gpu_name(device)).get(op, {}).get(key)
+    config, source = _state.forced.get(op), "forced"
+    if config is None and device.type == "cuda":
+        config, source = (
+            _cached_table(default_path(), _gpu_name(device)).get(op, {}).get(key),
+            "tuned",
+        )
     if config is None:
-        return default()
+        config, source = default(), "default"
+    _state.last[op] = (key, config, source)
     return config
+
+
+def last_used(op: str) -> tuple[str, Config, str]:
+    """``(shape key, configuration, "forced" | "tuned" | "default")`` of the op's latest call."""
+    return _state.last[op]

@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.allreduce.analytic import eager_us, time_us
-from model.allreduce.constants import DIRECT_SPECS, GLOO_SPECS, NCCL_SPECS, PREFIX
+from model.allreduce.constants import ALL_SPECS, PREFIX
 from model.allreduce.design import Design, nccl_design
 from model.allreduce.model import Setup, allreduce_design, nccl_setup
 from model.constants import Constant
-from model.fit import ConstantSpec
 from model.machine import Machine
 from model.nccl.settings import NcclSettings
 from model.spec import Knobs
@@ -85,11 +84,13 @@ class Route:
 
 def allreduce_constants(machine: Machine) -> tuple[Constant, ...]:
     """The all-reduce model's constants that matter on this machine, at their priors."""
-    specs: tuple[ConstantSpec, ...] = GLOO_SPECS
-    if machine.gpu is not None:
-        specs = (*NCCL_SPECS, *DIRECT_SPECS)
-    call = [spec for spec in (*NCCL_SPECS, *GLOO_SPECS) if spec.name == PREFIX + "call_us"]
-    chosen = {spec.name: spec for spec in (*specs, *call)}
+    gloo = PREFIX + "gloo_"
+    on_cpu = machine.gpu is None
+    kept = [
+        spec
+        for spec in ALL_SPECS
+        if spec.name.startswith(gloo) == on_cpu or spec.name == PREFIX + "call_us"
+    ]
     return tuple(
         Constant(
             name=spec.name,
@@ -100,7 +101,7 @@ def allreduce_constants(machine: Machine) -> tuple[Constant, ...]:
             scale="log",
             source=spec.source,
         )
-        for spec in chosen.values()
+        for spec in kept
     )
 
 

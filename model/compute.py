@@ -30,6 +30,8 @@ KERNELS_DENSE = 3
 KERNELS_OTHER = 2
 KERNELS_HEAD = 4
 KERNELS_DRAFT = 16
+#: rows of a tensor-core tile
+TILE_ROWS = 16.0
 #: bf16 flops of one CPU core, GFLOP/s peak: fp32 AVX2 fused multiply-add at 2.5 GHz
 CPU_CORE_GFLOPS = 80.0
 #: DRAM of a CPU socket when nothing was probed, GB/s
@@ -84,10 +86,18 @@ class Forwards:
         return self.tokens_per_request * self.requests
 
 
-def gemm_us(weight_bytes: Array, flops: Array, rate: float, device: Device, c: Constants) -> Array:
-    """A matrix product that reads its weights once: memory- or tensor-bound."""
+def gemm_us(
+    weight_bytes: Array, flops: Array, rate: float, device: Device, c: Constants, rows: Array
+) -> Array:
+    """A matrix product that reads its weights once: memory- or tensor-bound.
+
+    Until a 16-row tile is full, every row beyond the first costs a share of the weight stream
+    (libraries change from matrix-vector kernels to tiles; measured 1 % a row on H200).
+    """
     memory = weight_bytes / (device.dram_bytes_per_us * c["dram_fraction"])
-    return np.maximum(memory, flops / (device.flops_per_us * rate * c["flops_fraction"]))
+    memory = memory * (1.0 + c["gemm_row_share"] * np.clip(rows - 1.0, 0.0, TILE_ROWS - 1.0))
+    result: Array = np.maximum(memory, flops / (device.flops_per_us * rate * c["flops_fraction"]))
+    return result
 
 
 def attention_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -> Array:
@@ -116,7 +126,7 @@ def attention_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -
         kv_bytes / (device.dram_bytes_per_us * c["kv_fraction"]),
         attend * f.tokens * seen_rows / (device.flops_per_us * c["flops_fraction"]),
     )
-    dense = gemm_us(weights, flops, relative_rate(shape.other_format), device, c)
+    dense = gemm_us(weights, flops, relative_rate(shape.other_format), device, c, f.tokens)
     per_layer = dense + kernels * c["kernel_gap_us"] + c["attention_us"]
     result: Array = shape.layers * per_layer + kv
     return result
@@ -132,7 +142,7 @@ def moe_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -> Arra
     if shape.dense_layers:
         params = 3 * shape.hidden * shape.dense_intermediate / f.tp
         rate = relative_rate(shape.other_format)
-        gemm = gemm_us(params * other, 2 * params * f.tokens, rate, device, c)
+        gemm = gemm_us(params * other, 2 * params * f.tokens, rate, device, c, f.tokens)
         total = total + shape.dense_layers * (gemm + KERNELS_DENSE * c["kernel_gap_us"])
     if not shape.moe_layers:
         return total
@@ -150,7 +160,7 @@ def moe_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -> Arra
         device.flops_per_us * relative_rate(shape.expert_format) * c["flops_fraction"]
     )
     plain = shape.hidden * (shape.experts + 3 * shape.shared_intermediate / f.tp)
-    rest = gemm_us(plain * other, 2 * plain * f.tokens, 1.0, device, c)
+    rest = gemm_us(plain * other, 2 * plain * f.tokens, 1.0, device, c, f.tokens)
     batched = np.where(f.tokens > 1.5, c["moe_batched_us"], 0.0)
     fixed = c["moe_fixed_us"] + c["moe_expert_us"] * distinct + batched
     shared = KERNELS_SHARED if shape.shared_intermediate else 0
@@ -164,7 +174,12 @@ def head_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -> Arr
     params = shape.hidden * shape.vocab / f.tp
     other = shape.other_format
     gemm = gemm_us(
-        params * bytes_per_weight(other), 2 * params * f.tokens, relative_rate(other), device, c
+        params * bytes_per_weight(other),
+        2 * params * f.tokens,
+        relative_rate(other),
+        device,
+        c,
+        f.tokens,
     )
     logits = 3 * f.tokens * shape.vocab / f.tp * 4 / (device.dram_bytes_per_us * c["dram_fraction"])
     result: Array = gemm + logits + KERNELS_HEAD * c["kernel_gap_us"]
@@ -183,7 +198,7 @@ def draft_forward_us(draft: DraftShape, f: Forwards, device: Device, c: Constant
     layer = draft.layers * draft.layer_params
     params = (layer + draft.fuse_params + draft.head_params) / f.tp
     rate = relative_rate(draft.weight_format)
-    gemm = gemm_us(params * weight, 2 * params * f.tokens, rate, device, c)
+    gemm = gemm_us(params * weight, 2 * params * f.tokens, rate, device, c, f.tokens)
     kv = draft.kv_elements_per_token * 2.0 / f.tp * f.requests * f.context
     per_layer = KERNELS_DRAFT * c["kernel_gap_us"] + c["attention_us"]
     kv_us = kv / (device.dram_bytes_per_us * c["kv_fraction"])

@@ -5,8 +5,14 @@ from collections.abc import Iterator
 from autotune.doctor.facts import Facts
 from autotune.doctor.findings import Finding, Missing, Severity
 from autotune.doctor.smi import SmiGpu, SmiLog
-from autotune.health import HARMLESS_REASONS
 
+#: states of rest and settings that somebody chose, in nvidia-smi's names
+_HARMLESS = (
+    "gpu_idle",
+    "applications_clocks_setting",
+    "display_clocks_setting",
+    "display_clock_setting",
+)
 _SEVERE = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
 _REASON_TEXT = {
     "hw_slowdown": "the hardware slows the clocks down",
@@ -69,7 +75,7 @@ def _throttling(gpu: SmiGpu) -> Iterator[Finding]:
         yield missing.unknown("throttling", gpu.title, "throttling")
         return
     for reason in gpu.reasons:
-        if reason in HARMLESS_REASONS:
+        if reason in _HARMLESS:
             continue
         severity: Severity = "error" if reason in _SEVERE else "warning"
         heat = "" if gpu.temperature_c is None else f", {gpu.temperature_c:.0f} °C"

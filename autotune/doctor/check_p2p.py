@@ -62,6 +62,16 @@ def check_acs(facts: Facts) -> Iterator[Finding]:
         ).unknown(check, "host", "ACS")
 
 
+def redirecting_ports(facts: Facts) -> bool | None:
+    """Whether any port above a GPU redirects peer traffic; None when that was not to be seen."""
+    if isinstance(facts.pci, Missing) or facts.pci.denied:
+        return None
+    ports = _ports(facts.pci)
+    if any(_redirects(port) for port in ports):
+        return True
+    return False if ports and facts.unlisted is None else None
+
+
 def check_iommu(facts: Facts) -> Iterator[Finding]:
     """A translating IOMMU between GPUs: peer traffic hangs, corrupts or crawls."""
     check = "iommu"

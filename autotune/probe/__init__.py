@@ -1,0 +1,1 @@
+"""Measures a host and writes its machine file."""

@@ -1,0 +1,52 @@
+"""The probe: time this host, build its machine."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from autotune.errors import UserError
+from autotune.probe.build import build_machine
+from autotune.probe.timings import Device, Timings, take
+from model.machine import Machine
+
+
+def choose_device(wanted: str) -> tuple[Device, int]:
+    """(device, number of GPUs) for "auto", "cpu" or "cuda".
+
+    Raises ``UserError`` when GPUs are asked for and torch sees none.
+    """
+    from autotune.backends.engine_args import visible_gpus
+
+    if wanted == "cpu" or (wanted == "auto" and not has_nvidia_gpu()):
+        return "cpu", 0
+    count = visible_gpus()
+    if count:
+        return "cuda", count
+    if wanted == "cuda" or has_nvidia_gpu():
+        raise UserError(
+            "--device cuda: torch sees no GPU here; `autotune doctor` says why, --device cpu "
+            "probes the host without GPUs"
+        )
+    return "cpu", 0
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether the NVIDIA driver has a GPU."""
+    return any(Path("/proc/driver/nvidia/gpus").glob("*"))
+
+
+def probe_machine(
+    device: Device,
+    num_gpus: int,
+    report: Callable[[str], None] = lambda part: None,
+    *,
+    quick: bool = False,
+    name: str | None = None,
+) -> tuple[Machine, Timings]:
+    """Time this host and describe it. ``report`` hears the name of each part before it starts."""
+    timings = take(device, num_gpus, report, quick=quick)
+    return build_machine(timings, device, name), timings
+
+
+def quick_machine(device: Device = "cpu", num_gpus: int = 0) -> Machine:
+    """This host in seconds: memory and launches only, for ``machine: auto``."""
+    return probe_machine(device, num_gpus, quick=True)[0]

@@ -186,6 +186,9 @@ def best_mapping(
         **{k: v for k, v in asdict(options).items() if k != "threads"},
         threads=options.threads,
     )
+    if all(level.knobs.method == "off" for level in ordered):
+        # nothing speculates: the draft would only take memory
+        engine["draft"] = None
     environment = nccl_environment(ordered[0].knobs)
     return {
         "format": FORMAT,

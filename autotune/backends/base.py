@@ -7,21 +7,19 @@ that group inside it, and closes. A repeat that gave no number is a ``Measuremen
 
 import hashlib
 import json
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from autotune.records import Failure, FailureKind, Health, Measurement, Provenance
+from autotune.records import Failure, Health, Measurement, Provenance
 from model.spec import Knobs, Scalar, Workload
 
 if TYPE_CHECKING:
-    from model.predictor import Predictor
-
     from autotune.schemas import Study
     from model.machine import Machine
+    from model.predictor import Predictor
 
 #: order and trial of a measurement that the loop has not placed yet
 UNPLACED = -1
@@ -144,18 +142,6 @@ def failed_measurement(
         health_before=health_before,
         health_after=health_after,
         failure=failure,
-    )
-
-
-def failure_of(error: BaseException, kind: FailureKind, stage: str) -> Failure:
-    """Turn an unforeseen exception at a process boundary into a value, traceback as log tail."""
-    text = str(error).strip().splitlines()
-    message = text[0] if text else type(error).__name__
-    return Failure(
-        kind=kind,
-        stage=stage,
-        message=message,
-        log_tail=tail("".join(traceback.format_exception(error))),
     )
 
 

@@ -255,6 +255,14 @@ def test_the_yaml_holds_schedule_environment_commands_and_evidence(tmp_path: Pat
     assert sglang[0]["commands"][0]["environment"]["NCCL_PROTO"] == "LL"
 
 
+def test_a_best_that_never_speculates_loads_no_draft(tmp_path: Path) -> None:
+    path = tmp_path / "best.yaml"
+    write_best(path, study(), [level(OFF, 100)], OPTIONS, EVIDENCE)
+    assert yaml.safe_load(path.read_text())["engine"]["draft"] is None
+    write_best(path, study(), [level(CHAIN, 100)], OPTIONS, EVIDENCE)
+    assert yaml.safe_load(path.read_text())["engine"]["draft"] == {"path": "/m/d"}
+
+
 def test_levels_with_the_same_knobs_are_one_command(tmp_path: Path) -> None:
     path = tmp_path / "best.yaml"
     levels = [level(CHAIN, 150), level(CHAIN, 130, concurrency=8)]

@@ -15,6 +15,9 @@ from autotune.records import OutputCheck
 
 #: epsilon is this many times the largest change of a margin that the baseline showed by itself
 EPSILON_SAFETY = 1.5
+#: least epsilon, nats: bfloat16 logits of 8 to 16 lie 2^-4 apart, so a smaller margin is below one
+#: step of rounding, also where the baseline's own runs happen to round alike
+EPSILON_FLOOR = 2.0**-4
 #: chance that a faithful configuration exceeds its bound of near-ties
 FALSE_ALARM = 1e-3
 
@@ -91,7 +94,8 @@ def self_noise(reference: Reference, again: Sequence[Reference]) -> SelfNoise | 
                 divergences += 1
                 if split < min(len(own), len(base)):
                     largest = max(largest, own[split] + base[split])
-    return SelfNoise(EPSILON_SAFETY * largest, divergences, max(tokens, 1))
+    epsilon = max(EPSILON_SAFETY * largest, EPSILON_FLOOR)
+    return SelfNoise(epsilon, divergences, max(tokens, 1))
 
 
 def check_output(

@@ -77,6 +77,12 @@ def test_epsilon_follows_the_largest_change_of_a_margin_before_the_split() -> No
     assert (noise.num_divergences, noise.num_tokens) == (0, 8)
 
 
+def test_a_baseline_that_repeats_itself_still_leaves_one_step_of_rounding() -> None:
+    noise = self_noise(BASE, [BASE])
+    assert noise is not None
+    assert noise.epsilon == 2.0**-4
+
+
 def test_a_baseline_that_diverges_from_itself_counts_both_margins_at_the_split() -> None:
     again = Reference(((1, 9, 9, 9),), ((2.0, 0.04, 9.0, 9.0),))
     noise = self_noise(BASE, [again])

@@ -111,7 +111,7 @@ def conclude(store: Store, study_id: int, study: Study, ended: str) -> Outcome:
     predictions = store.predictions(study_id)
     levels = []
     baseline = history.baseline
-    chosen = _finalists(history) or leaders(history, study)
+    chosen = finalists(history) or leaders(history, study)
     for level in study.workload.concurrency:
         best = chosen.get(level) or leaders(history, study).get(level)
         if best is not None and baseline is not None and baseline.values(level):
@@ -127,11 +127,11 @@ def conclude(store: Store, study_id: int, study: Study, ended: str) -> Outcome:
     )
 
 
-def _finalists(history: History) -> dict[int, KnobsResult]:
-    """Concurrency -> knobs that the final comparison was made for at that level."""
+def finalists(history: History) -> dict[int, KnobsResult]:
+    """Concurrency -> knobs that the final comparison was begun for at that level."""
     found: dict[int, KnobsResult] = {}
     for trial in history.of_role("final"):
-        if trial.state != "complete" or not trial.origin.startswith("final: best at "):
+        if trial.state == "failed" or not trial.origin.startswith("final: best at "):
             continue
         for level in trial.origin.removeprefix("final: best at ").split(","):
             found[int(level)] = history.by_knobs[trial.knobs.id]

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from autotune.errors import UserError
 from autotune.hosts import study_machine
-from autotune.modelling import StudyModel
+from autotune.modelling import StudyModel, target_shape
 from autotune.schemas import Study
 from autotune.space import Space, baseline_knobs, build_space
 from autotune.store.store import Store
@@ -33,6 +34,7 @@ def make_plan(loaded: LoadedStudy, machine: Machine | None = None) -> Plan:
     """Check and resolve a study; raises ``UserError`` for what can't work."""
     study = loaded.study
     host = machine or study_machine(study)
+    _check_context(study)
     workloads = study_workloads(study)
     model = StudyModel(study, host, workloads)
     space = build_space(study.space, host, model.target.head_problem)
@@ -45,6 +47,18 @@ def make_plan(loaded: LoadedStudy, machine: Machine | None = None) -> Plan:
         space=space,
         baseline=baseline_knobs(space, study.space),
     )
+
+
+def _check_context(study: Study) -> None:
+    """Refuse prompts that are longer than the target allows."""
+    spec, target = study.workload, target_shape(study)
+    needed = spec.input_len + spec.output_len
+    if needed > target.max_context:
+        raise UserError(
+            f"workload: input_len {spec.input_len} + output_len {spec.output_len} = {needed} "
+            f"tokens, but {target.name} allows {target.max_context} (max_position_embeddings); "
+            f"shorten one of them"
+        )
 
 
 def create_study(loaded: LoadedStudy, plan: Plan, store: Store) -> StudyView:

@@ -19,6 +19,9 @@ from model.spec import Knobs, Scalar
 Array = NDArray[np.float64]
 
 _LENGTHS = (0.5, 1.0, 2.0, 4.0)
+#: how much more or less than the rest one feature may matter, and the log likelihood to ask for it
+_RELEVANCE = (0.2, 4.0)
+_RELEVANCE_GAIN = 0.5
 #: prior standard deviations of the process, in log tok/s
 _RESIDUAL_SCALES = (0.03, 0.08, 0.2)
 _PLAIN_SCALES = (0.1, 0.25, 0.6)
@@ -112,28 +115,40 @@ def _fit(
     noise_N: Array,
     scales: tuple[float, ...],
 ) -> _Fit:
-    """Process with the length and scale of the best marginal likelihood; mean is estimated."""
+    """Process at the best marginal likelihood over scale and one length per feature.
+
+    Lengths: a common one first, then one pass over the features, each of which may matter more or
+    less than the rest. The constant mean is estimated (generalised least squares).
+    """
     x_N = features_MF[rows]
-    best: tuple[float, float, float] | None = None
-    for length in _LENGTHS:
-        shape = _matern(x_N, x_N, length)
-        for scale in scales:
+    best, length, scale = -np.inf, _LENGTHS[0], scales[0]
+    for candidate in _LENGTHS:
+        shape = _matern(x_N / candidate, x_N / candidate)
+        for size in scales:
+            likelihood = _log_likelihood(size**2 * shape, values_N, noise_N)
+            if likelihood > best:
+                best, length, scale = likelihood, candidate, size
+    weights_F = np.full(x_N.shape[1], 1.0 / length)
+    for feature in range(x_N.shape[1]):
+        for factor in _RELEVANCE:
+            trial_F = weights_F.copy()
+            trial_F[feature] *= factor
+            shape = _matern(x_N * trial_F, x_N * trial_F)
             likelihood = _log_likelihood(scale**2 * shape, values_N, noise_N)
-            if best is None or likelihood > best[0]:
-                best = (likelihood, length, scale)
-    assert best is not None
-    _, length, scale = best
-    covariance = scale**2 * _matern(x_N, x_N, length) + np.diag(noise_N**2)
-    factor = cho_factor(covariance, lower=True)
-    inverse = cho_solve(factor, np.eye(len(rows)))
+            if likelihood > best + _RELEVANCE_GAIN:
+                best, weights_F = likelihood, trial_F
+    x_N, all_MF = x_N * weights_F, features_MF * weights_F
+    covariance = scale**2 * _matern(x_N, x_N) + np.diag(noise_N**2)
+    factor_NN = cho_factor(covariance, lower=True)
+    inverse = cho_solve(factor_NN, np.eye(len(rows)))
     ones = np.ones(len(rows))
-    # generalised least squares mean, shrunk to the plain average by nothing: it is the constant
-    centre = float(ones @ inverse @ values_N) / float(ones @ inverse @ ones)
+    precision = float(ones @ inverse @ ones)
+    centre = float(ones @ inverse @ values_N) / precision
     alpha = inverse @ (values_N - centre)
-    cross = scale**2 * _matern(features_MF, x_N, length)
+    cross = scale**2 * _matern(all_MF, x_N)
     mean = centre + cross @ alpha
-    variance = scale**2 - np.einsum("mn,nk,mk->m", cross, inverse, cross)
-    variance += 1.0 / float(ones @ inverse @ ones)
+    variance = scale**2 - np.einsum("mn,nk,mk->m", cross, inverse, cross, optimize=True)
+    variance += 1.0 / precision
     diagonal = np.diag(inverse)
     loo_error, loo_variance = alpha / diagonal, 1.0 / diagonal
     score = float(np.mean(-0.5 * (np.log(2 * np.pi * loo_variance) + loo_error**2 / loo_variance)))
@@ -148,9 +163,9 @@ def _log_likelihood(covariance: Array, values: Array, noise: Array) -> float:
     return -0.5 * quadratic - float(np.log(np.diag(factor[0])).sum())
 
 
-def _matern(a_MF: Array, b_NF: Array, length: float) -> Array:
-    """Matérn 5/2 correlation, [M, N]."""
+def _matern(a_MF: Array, b_NF: Array) -> Array:
+    """Matérn 5/2 correlation of scaled features, [M, N]."""
     squared = (a_MF**2).sum(1)[:, None] + (b_NF**2).sum(1)[None, :] - 2.0 * a_MF @ b_NF.T
-    r = np.sqrt(5.0 * np.maximum(squared, 0.0)) / length
+    r = np.sqrt(5.0 * np.maximum(squared, 0.0))
     matern: Array = (1.0 + r + r**2 / 3.0) * np.exp(-r)
     return matern

@@ -172,7 +172,8 @@ class Search:
         top = self.pool[int(np.argmax(allowed))]
         for name, want in _switches(top):
             fits = np.array([want(knobs) for knobs in self.pool], dtype=bool)
-            plans.append((f"screening: {name}", np.where(fits, score, -np.inf)))
+            if fits.any():
+                plans.append((f"screening: {name}", np.where(fits, score, -np.inf)))
         finished = {trial.origin for trial in history.of_role("search")}
         for origin, masked in plans[:MAX_SCREENING]:
             if origin in finished:

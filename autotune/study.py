@@ -11,13 +11,14 @@ from pathlib import Path
 
 from autotune.backends.base import Backend, BackendContext
 from autotune.backends.registry import create_backend
+from autotune.budget import BudgetKeeper
 from autotune.claims import Claims
 from autotune.errors import AutotuneError, UserError
 from autotune.history import History
 from autotune.ledger import Ledger
 from autotune.measuring import Bench, StopRequestedError
 from autotune.modelling import StudyModel
-from autotune.outcome import Outcome, conclude, goal_of, leaders
+from autotune.outcome import Outcome, conclude, finalists, goal_of, leaders
 from autotune.plan import Plan
 from autotune.progress import Progress
 from autotune.records import Failure, Measurement
@@ -27,15 +28,15 @@ from autotune.statistics import noise_floor
 from autotune.stopping import Heartbeat, StopFlag
 from autotune.store.store import Store
 from autotune.store.views import NoiseFloor, StudyView, TrialView
-from autotune.store.workers import is_alive, worked_s
+from autotune.store.workers import is_alive
 from autotune.trial_values import objective_values
 from model.spec import Knobs
 
-#: pairs of an A/A or final comparison: enough for a two-sided test, if max_repeats allows
-_MIN_PAIRS, _PAIRS = 4, 6
 #: a trial whose worker died this often is failed instead of tried again
 _MAX_ATTEMPTS = 3
 _POLL_S = 1.0
+#: starts of a comparison whose arms can't share one: A, B, A again
+_APART_STARTS = 3
 
 
 class StudyRun:
@@ -49,6 +50,7 @@ class StudyRun:
         self.study, self.model = plan.study, plan.model
         self.ledger = Ledger(store.url, plan.study, plan.space, plan.baseline)
         self.worker_id = store.add_worker(view.id)
+        self.budget = BudgetKeeper(plan.study, store, view.id, self.worker_id)
         self._trial_seconds: list[float] = []
 
     def run(self) -> Outcome:
@@ -132,7 +134,7 @@ class StudyRun:
             return
         self.progress.stage("baseline and A/A pair", self.plan.baseline)
         done = History.read(self.store, self.view.id).repeats_of
-        failures = self.bench.run_arms(base, again, self._num_pairs(), done)
+        failures = self.bench.run_arms(base, again, self.budget.num_pairs(), done)
         for trial, failure in zip((base, again), failures, strict=True):
             self._finish(trial, failure)
         failure = failures[0] or failures[1]
@@ -161,12 +163,12 @@ class StudyRun:
             self.flag.check()
             self._adopt_orphans()
             history = History.read(self.store, self.view.id)
-            spent = self._spent(history)
+            spent = self.budget.spent(history)
             if spent is not None:
                 return spent
             open_group = None if self.bench.open_group is None else self.bench.open_group.id
             proposal = search.propose(
-                history, open_group, may_open=self._may_open(), cost_ratio=self._cost_ratio()
+                history, open_group, may_open=self._may_open(history), cost_ratio=self._cost_ratio()
             )
             if proposal is None:
                 return "every possible configuration within the budget is measured"
@@ -177,14 +179,13 @@ class StudyRun:
     def _finals(self) -> None:
         """Measure the best knobs against the baseline once more, in turns."""
         history = History.read(self.store, self.view.id)
-        winners: dict[str, list[int]] = {}
-        best = leaders(history, self.study)
-        for level, result in best.items():
-            if result.knobs != self.plan.baseline:
-                winners.setdefault(result.knobs.id, []).append(level)
-        pairs = self._pairs_in_time(max(1, sum(map(len, winners.values()))))
+        winners = self._winners(history)
+        pairs = self.budget.pairs_in_time(max(1, sum(map(len, winners.values()))))
         for knobs_id, levels in winners.items():
             knobs = history.by_knobs[knobs_id].knobs
+            if not self._affordable(knobs):
+                self.progress.note("no server start is left to compare the best with the baseline")
+                continue
             origin = f"final: best at {','.join(map(str, levels))}"
             ours = self.claims.take(f"final:{knobs_id}", "final", origin, knobs)
             if ours is None or ours.state != "running":
@@ -198,6 +199,17 @@ class StudyRun:
             failures = self.bench.run_arms(ours, base, pairs, done, levels)
             for trial, failure in zip((ours, base), failures, strict=True):
                 self._finish(trial, failure)
+
+    def _winners(self, history: History) -> dict[str, list[int]]:
+        """Knobs id -> levels where it is best; a comparison that was begun keeps its knobs."""
+        chosen = {level: result.knobs.id for level, result in finalists(history).items()}
+        for level, result in leaders(history, self.study).items():
+            chosen.setdefault(level, result.knobs.id)
+        winners: dict[str, list[int]] = {}
+        for level, knobs_id in sorted(chosen.items()):
+            if knobs_id != self.plan.baseline.id:
+                winners.setdefault(knobs_id, []).append(level)
+        return winners
 
     # trials
 
@@ -214,7 +226,7 @@ class StudyRun:
             if level not in stored:
                 self.store.add_prediction(trial.id, prediction)
         self.progress.trial(
-            trial, predictions, best, self._time_left_s(history), history.num_finished
+            trial, predictions, best, self.budget.time_left_s(), history.num_finished
         )
         started = time.monotonic()
         done = history.repeats_of.get(trial.id, ())
@@ -269,38 +281,24 @@ class StudyRun:
         others = (w for w in self.store.workers(self.view.id) if w.id != self.worker_id)
         return any(is_alive(worker, now) for worker in others)
 
-    # budget
+    # what may still be opened
 
-    def _spent(self, history: History) -> str | None:
-        """Which part of the budget is used up, or None."""
-        budget = self.study.budget
-        if history.num_search_trials >= budget.measured_trials:
-            return f"budget: {budget.measured_trials} trials are measured"
-        left = self._time_left_s(history)
-        if left is not None and left <= self._final_s(history):
-            return f"budget: wall time of {budget.wall_time_s:.0f} s is used up"
-        return None
+    def _may_open(self, history: History) -> bool:
+        """Whether a start is left beyond those that the final comparison needs."""
+        best = [result.knobs for result in leaders(history, self.study).values()]
+        apart = any(not self._shares_start(knobs) for knobs in best)
+        return self.budget.starts_left() > (_APART_STARTS if apart else 1)
 
-    def _time_left_s(self, history: History) -> float | None:
-        if self.study.budget.wall_time_s is None:
-            return None
-        self.store.heartbeat(self.worker_id)
-        return self.study.budget.wall_time_s - worked_s(self.store.workers(self.view.id))
+    def _affordable(self, knobs: Knobs) -> bool:
+        """Whether the starts that are left allow comparing ``knobs`` with the baseline."""
+        if not self._shares_start(knobs):
+            return self.budget.starts_left() >= _APART_STARTS
+        group = self.bench.backend.group(knobs)
+        return group == self.bench.open_group or self.budget.starts_left() >= 1
 
-    def _final_s(self, history: History) -> float:
-        """Seconds to keep for the final comparison: every level has one winner."""
-        return self._repeat_s(history) * 2 * self._num_pairs() * len(self.plan.workloads)
-
-    def _repeat_s(self, history: History) -> float:
-        """Mean seconds of a repeat, with what lies between two repeats."""
-        rows = [row for row in history.repeats if row.failure_kind is None]
-        if not rows:
-            return 0.0
-        return sum((row.ended - row.started).total_seconds() for row in rows) / len(rows)
-
-    def _may_open(self) -> bool:
-        limit = self.study.budget.server_starts
-        return limit is None or self.store.count_events(self.view.id, "open") < limit
+    def _shares_start(self, knobs: Knobs) -> bool:
+        group_of = self.bench.backend.group
+        return group_of(knobs) == group_of(self.plan.baseline)
 
     def _cost_ratio(self) -> float | None:
         """How many times dearer a trial gets when it needs a start."""
@@ -309,18 +307,6 @@ class StudyRun:
         start_s = self.bench.open_s / self.bench.num_opens
         trial_s = sum(self._trial_seconds) / len(self._trial_seconds)
         return (start_s + trial_s) / max(trial_s, 1e-9)
-
-    def _num_pairs(self) -> int:
-        return max(_MIN_PAIRS, min(_PAIRS, self.study.measure.max_repeats))
-
-    def _pairs_in_time(self, num_levels: int) -> int:
-        """Pairs of the final comparison that the wall time leaves room for."""
-        history = History.read(self.store, self.view.id)
-        left_s, repeat_s = self._time_left_s(history), self._repeat_s(history)
-        if left_s is None or repeat_s <= 0:
-            return self._num_pairs()
-        affordable = int(left_s / (2 * repeat_s * num_levels))
-        return max(_MIN_PAIRS, min(self._num_pairs(), affordable))
 
     # noise floor
 

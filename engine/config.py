@@ -254,7 +254,7 @@ def parse_config(data: Mapping[str, Any], *, allow_other_machine: bool = False) 
 
 
 def load_config(path: Path, *, allow_other_machine: bool = False) -> LaunchConfig:
-    """Read a YAML file; relative paths in it that do not exist start at the file's folder."""
+    """Read a YAML file; relative paths in it start at its folder, else here."""
     try:
         data = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -280,7 +280,7 @@ def _rebased(config: LaunchConfig, folder: Path) -> LaunchConfig:
     changes: dict[str, Any] = {}
     for name in ("target", "draft"):
         spec = getattr(config, name)
-        if spec is None or spec.path is None or Path(spec.path).exists():
+        if spec is None or spec.path is None:
             continue
         if (folder / spec.path).exists():
             changes[name] = spec.model_copy(update={"path": str(folder / spec.path)})

@@ -89,13 +89,13 @@ class _Keys:
             raise invalid(f"{self.source}: {names[0]} must be at least 1, got {value}")
         return value
 
-    def rope_theta(self) -> float:
+    def rope_theta(self, *, default: float | None = None) -> float:
         """From ``rope_theta`` or, as newer transformers write it, ``rope_parameters``."""
         rope = self.data.get("rope_parameters") or self.data.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise invalid(f"{self.source}: rope_type {kind!r} is not supported; known: default")
-        theta = rope.get("rope_theta", self.data.get("rope_theta"))
+        theta = rope.get("rope_theta", self.data.get("rope_theta", default))
         if not isinstance(theta, (int, float)):
             raise invalid(f"{self.source}: required key 'rope_theta' is missing")
         return float(theta)
@@ -120,8 +120,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def target_shape(config_json: Path) -> TargetShape:
-    """Parse a Qwen3-MoE config.json; raises ``EngineError`` (invalid) naming the key."""
+def target_shape(config_json: Path, *, sizes_only: bool = False) -> TargetShape:
+    """Parse a Qwen3-MoE config.json; raises ``EngineError`` (invalid) naming the key.
+
+    ``sizes_only``: weights will be random, so a file without ``rope_theta`` will do.
+    """
     keys = _Keys(read_json(config_json), config_json)
     keys.require("model_type", None, "qwen3_moe")
     keys.require("hidden_act", "silu", "silu")
@@ -146,7 +149,7 @@ def target_shape(config_json: Path) -> TargetShape:
         experts_per_token=keys.positive("num_experts_per_tok"),
         renormalize=keys.get(bool, "norm_topk_prob"),
         rms_eps=keys.get(float, "rms_norm_eps"),
-        rope_theta=keys.rope_theta(),
+        rope_theta=keys.rope_theta(default=10_000.0 if sizes_only else None),
         max_position=keys.positive("max_position_embeddings"),
         tied_head=keys.get(bool, "tie_word_embeddings"),
         eos_ids=_eos_ids(config_json.parent, keys.data),
@@ -171,7 +174,7 @@ def named_target_shape(name: str, layers: int | None) -> TargetShape:
     if found is None:
         known = sorted(p.parent.name for p in _SHAPES.glob("*/config.json"))
         raise invalid(f"shape {name!r} is neither a path nor known; known: {', '.join(known)}")
-    shape = target_shape(found)
+    shape = target_shape(found, sizes_only=True)
     if layers is None:
         return shape
     if layers > shape.layers:

@@ -1,0 +1,171 @@
+"""The launch config: what it accepts, and the line it gives for what it refuses."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.config import LaunchConfig, load_config, parse_config
+from engine.errors import EngineError
+from engine.host import machine_fingerprint
+from engine.shapes import default_capture_points, named_target_shape
+
+_TARGET = {"shape": "qwen3-30b-a3b", "weights": "random", "layers": 2}
+_TREE = {"method": "eagle3", "steps": 3, "topk": 2, "draft_tokens": 6}
+
+
+def _config(**changes: Any) -> dict[str, Any]:
+    return {"target": _TARGET, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"tpp": 2}, r"tpp: Extra inputs .*\(got 2\)", id="unknown-key"),
+        pytest.param({"tp": "2"}, r"tp: Input should be a valid integer.*\(got '2'\)", id="type"),
+        pytest.param({"tp": 0}, "tp: .*greater than or equal to 1", id="zero-ranks"),
+        pytest.param({"target": {}}, "target: give either path", id="no-target"),
+        pytest.param({"target": {"shape": "x"}}, "add weights: random", id="shape-no-weights"),
+        pytest.param({"target": {"path": "a", "layers": 2}}, "go with shape", id="path-layers"),
+        pytest.param(
+            {"nccl": {"min_channels": 8, "max_channels": 4}},
+            "nccl: min_channels 8 is above max_channels 4",
+            id="channels",
+        ),
+        pytest.param(
+            {"collectives": {"backend": "nccl"}},
+            "collectives.backend 'nccl' does not run on device 'cpu'; there: gloo, one_shot",
+            id="nccl-on-cpu",
+        ),
+        pytest.param(
+            {"collectives": {"backend": "one_shot"}, "device": "cuda"},
+            "'one_shot' does not run on device 'cuda'; there: nccl",
+            id="one-shot-on-gpu",
+        ),
+        pytest.param({"cuda_graph": {"verify": True}}, "no CUDA graphs on device", id="graphs"),
+        pytest.param(
+            {"schedule": [{"max_concurrency": 1, "speculation": _TREE}]},
+            "schedule speculates, but no draft is given",
+            id="no-draft",
+        ),
+        pytest.param(
+            {"schedule": [{"max_concurrency": 1, "speculation": _TREE | {"draft_tokens": 12}}]},
+            r"schedule.0.speculation: draft_tokens 12 \(root included\) must be between 2 and 11",
+            id="impossible-tree",
+        ),
+        pytest.param(
+            {"schedule": [{"max_concurrency": 1, "speculation": _TREE | {"topk": 1}}]},
+            r"draft_tokens 6: a chain of 3 steps has 4",
+            id="impossible-chain",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_that_names_the_key(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=message) as caught:
+        parse_config(_config(**changes))
+    assert caught.value.kind == "invalid"
+    assert "\n" not in caught.value.message
+
+
+def test_a_whole_best_config_is_read_by_its_engine_block_only() -> None:
+    block = _config(tp=2, draft={"weights": "random"}, schedule=[])
+    document = {
+        "engine": block,
+        "evidence": {"tokens_per_s": 12.0, "machine_fingerprint": machine_fingerprint()},
+        "sglang": {"command": "python -m sglang.launch_server"},
+    }
+    assert parse_config(document) == parse_config(block)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda c, f: {"engine": c, "machine_fingerprint": f}, id="top-level"),
+        pytest.param(
+            lambda c, f: {"engine": c, "evidence": {"machine_fingerprint": f}}, id="evidence"
+        ),
+        pytest.param(lambda c, f: {"engine": {**c, "machine_fingerprint": f}}, id="engine-block"),
+    ],
+)
+def test_a_file_of_another_machine_is_refused_unless_allowed(
+    wrap: Callable[[dict[str, Any], str], dict[str, Any]],
+) -> None:
+    foreign = wrap(_config(), "0123456789ab")
+    with pytest.raises(EngineError, match=r"'0123456789ab' is another machine.*--allow-other"):
+        parse_config(foreign)
+    assert parse_config(foreign, allow_other_machine=True).tp == 1
+    assert parse_config(wrap(_config(), machine_fingerprint())).tp == 1
+
+
+def test_the_schedule_picks_by_load_and_unquoted_off_is_off() -> None:
+    text = """
+    target: {shape: qwen3-30b-a3b, weights: random}
+    draft: {weights: random}
+    schedule:
+      - {max_concurrency: 8, speculation: {method: eagle3, steps: 2, topk: 1}}
+      - {max_concurrency: 2, speculation: {method: eagle3, steps: 3, topk: 2, draft_tokens: 6}}
+      - {max_concurrency: 16, speculation: {method: off}}
+    """
+    config = parse_config(yaml.safe_load(text))
+    picked = {n: config.speculation_at(n) for n in (1, 2, 3, 8, 9, 99)}
+    assert [picked[n].num_tokens for n in (1, 2, 3, 8, 9, 99)] == [6, 6, 3, 3, 1, 1]
+    assert picked[9].method == "off"
+
+
+def test_paths_in_a_file_start_at_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "best.yaml"
+    file.write_text("engine:\n  target: {path: model}\n")
+    assert load_config(file).target.path == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("a: [", "not YAML", id="broken"),
+        pytest.param("- 1", "must be a mapping", id="list"),
+        pytest.param("engine: 3", "engine: must be a mapping, got 3", id="scalar-block"),
+    ],
+)
+def test_broken_files_are_one_line(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "best.yaml"
+    file.write_text(text)
+    with pytest.raises(EngineError, match=message) as caught:
+        load_config(file)
+    assert "\n" not in caught.value.message
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"none.yaml: No such file"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_a_config_survives_the_way_to_the_worker() -> None:
+    config = parse_config(
+        _config(
+            draft={"weights": "random"},
+            schedule=[{"max_concurrency": 4, "speculation": _TREE}],
+            nccl={"algo": "auto", "proto": "LL"},
+        )
+    )
+    assert LaunchConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_shapes_are_found_by_name_and_cut_to_layers() -> None:
+    whole = named_target_shape("qwen3-30b-a3b", None)
+    assert (whole.layers, whole.experts, whole.kv_heads) == (48, 128, 4)
+    assert named_target_shape("qwen3-30b-a3b", 8).layers == 8
+    with pytest.raises(EngineError, match="layers 49 is above the 48 layers"):
+        named_target_shape("qwen3-30b-a3b", 49)
+    with pytest.raises(
+        EngineError, match=r"'qwen9' is neither a path nor known; known: .*qwen3-30"
+    ):
+        named_target_shape("qwen9", None)
+
+
+def test_default_capture_points_are_those_of_published_heads() -> None:
+    """Qwen3-235B-A22B heads list outputs of layers 1, 46, 90 of 94: inputs of 2, 47, 91."""
+    assert default_capture_points(94) == (2, 47, 91)
+    assert default_capture_points(36) == (2, 18, 33)

@@ -25,7 +25,7 @@ Predict = Callable[[Array], Array]
 #: residual, in sigma, from which on a row pulls no harder
 HUBER_SIGMA = 2.0
 #: a constant whose posterior sd is above this share of its prior sd is not told by the data
-NOT_IDENTIFIABLE = 0.8
+NOT_IDENTIFIABLE = 0.7
 _STEP = 1e-4
 
 

@@ -5,7 +5,7 @@ distribution: its spread is taken from the rows that the host bounds, by their q
 busy host is bimodal and no formula fits it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,13 +14,18 @@ from scipy.special import ndtr
 
 from model.allreduce.analytic import time_us
 from model.allreduce.constants import DIRECT_SPECS, EAGER_SPECS, GLOO_SPECS, NCCL_SPECS, PREFIX
-from model.allreduce.design import Design
+from model.allreduce.design import PROTOCOLS, Design
 from model.fit import ConstantSpec, FitResult, Predict, fit, log_jacobian
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 #: what remains unexplained of one graphed row: repeatability and the form of the model
-GRAPHED_LOG_SD = 0.04
+GRAPHED_LOG_SD = 0.042
+#: what the channel law may be off per doubling of channels away from those measured: log sd of
+#: the streaming part
+CHANNEL_LAW_LOG_SD = 0.1
+#: an eager row that the GPU bounds: eager calls overlap their launch, graphed ones their gaps
+EAGER_GPU_LOG_SD = 0.055
 #: an eager row of a busy host
 EAGER_LOG_SD = 0.2
 #: relative spread of host-bound calls before any was measured (5 to 95 %: about -28 to +39 %)
@@ -90,13 +95,17 @@ class AllreduceFit:
     eager_log_sd: float
     #: log(host-bound eager time / call_us) at ``_LEVELS``
     host_log_quantiles: Array
+    #: channel counts of the training rows that mostly stream, by protocol
+    seen_channels: Mapping[str, tuple[float, ...]]
 
     def predict(self, design: Design, graphed: Mask) -> Predicted:
         """Medians and intervals of collectives."""
         log_us, jacobian = log_jacobian(_predictor(self.specs, design), self.result.theta, True)
         model_sd = self.result.log_sd(jacobian)
         noise = np.where(graphed, self.graphed_log_sd, self.eager_log_sd)
-        sd = np.hypot(model_sd, noise)
+        streaming = _streaming(self.result.names, jacobian)
+        law = CHANNEL_LAW_LOG_SD * self._doublings(design) * streaming
+        sd = np.sqrt(model_sd**2 + noise**2 + law**2)
         z = 1.6448536
         quantiles = [np.exp(log_us + k * z * sd) for k in (-1, 0, 1)]
         if not graphed.all():
@@ -119,11 +128,33 @@ class AllreduceFit:
         _, jacobian = log_jacobian(_predictor(self.specs, design), self.result.theta, True)
         matters = np.abs(jacobian).max(axis=0) > 0.05
         unknown = set(self.result.unidentifiable)
-        return [
+        found = [
             name
             for name, used in zip(self.result.names, matters, strict=True)
             if used and name in unknown
         ]
+        far = self._doublings(design) > 0
+        for proto in PROTOCOLS:
+            rows = far & (getattr(design, proto.lower()) > 0)
+            for channels in sorted(set(design.channels[rows].tolist())):
+                found.append(f"channel law of {proto} at {channels:.0f} channel(s): no such row")
+        return found
+
+    def _doublings(self, design: Design) -> Array:
+        """Doublings of the channel count between each row and the nearest measured one of its
+        protocol, half as many between two measured ones, at most 2."""
+        far = np.zeros(len(design))
+        for proto in PROTOCOLS:
+            rows = getattr(design, proto.lower()) > 0
+            if proto not in self.seen_channels:
+                far[rows] = 1.0
+                continue
+            seen = np.log2(self.seen_channels[proto])
+            steps = np.log2(design.channels[rows])[:, None] - seen
+            nearest = np.abs(steps).min(axis=1)
+            between = (steps > 0).any(axis=1) & (steps < 0).any(axis=1)
+            far[rows] = np.minimum(np.where(between, 0.5 * nearest, nearest), 2.0)
+        return far
 
 
 def specs_for(rows: Rows) -> tuple[ConstantSpec, ...]:
@@ -166,7 +197,7 @@ def fit_rows(
         batched=True,
         prior_covariance=prior_covariance,
     )
-    log_us = inside(result.theta[None])[0]
+    log_us, jacobian = log_jacobian(inside, result.theta, True)
     bound = np.exp(log_us) < _HOST_BOUND * rows.time_us
     log_call = float(np.log(result.theta[call]))
     host = np.log(rows.time_us[~graphed & bound]) - log_call
@@ -176,9 +207,31 @@ def fit_rows(
         specs=chosen,
         result=replace(result, noise_scale=max(scale, 1.0)),
         graphed_log_sd=GRAPHED_LOG_SD * max(scale, 1.0),
-        eager_log_sd=max(_robust_sd(busy[~graphed & ~bound]), GRAPHED_LOG_SD),
+        eager_log_sd=max(_robust_sd(busy[~graphed & ~bound]), EAGER_GPU_LOG_SD),
         host_log_quantiles=_host_quantiles(host),
+        seen_channels=_seen_channels(rows.design, result.names, jacobian),
     )
+
+
+def _streaming(names: Sequence[str], jacobian: Array) -> Array:
+    """Share of each time that the rates set, 0 to 1, from the log-log derivatives [N, C]."""
+    rates = ("channel_", "link_", "socket_gb")
+    at = [i for i, name in enumerate(names) if name.removeprefix(PREFIX).startswith(rates)]
+    share: Array = np.clip(-jacobian[:, at].sum(axis=1), 0.0, 1.0)
+    return share
+
+
+def _seen_channels(
+    design: Design, names: Sequence[str], jacobian: Array
+) -> dict[str, tuple[float, ...]]:
+    """Channel counts by protocol among rows whose time is mostly streaming."""
+    mostly = _streaming(names, jacobian) > 0.5
+    found = {}
+    for proto in PROTOCOLS:
+        channels = design.channels[mostly & (getattr(design, proto.lower()) > 0)]
+        if len(channels):
+            found[proto] = tuple(sorted(set(channels.tolist())))
+    return found
 
 
 def _predictor(specs: Sequence[ConstantSpec], design: Design) -> Predict:

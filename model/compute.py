@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from model.formats import bytes_per_weight, relative_rate
 from model.machine import Machine
-from model.routing import correlated_experts
+from model.routing import expected_experts
 from model.shapes import DraftShape, ModelShape
 
 Array = NDArray[Any]
@@ -146,12 +146,13 @@ def moe_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -> Arra
         total = total + shape.dense_layers * (gemm + KERNELS_DENSE * c["kernel_gap_us"])
     if not shape.moe_layers:
         return total
-    distinct = correlated_experts(
+    distinct = expected_experts(
         f.tokens_per_request,
         f.requests,
         shape.experts,
         shape.experts_per_token,
         c["routing_exponent"],
+        c["routing_zipf"],
     )
     expert = distinct * shape.expert_bytes / f.tp
     flops = 2.0 * shape.expert_params / f.tp * shape.experts_per_token * f.tokens

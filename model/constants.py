@@ -75,8 +75,10 @@ _STEP = "step-h200x2.jsonl (2 x H200, torch 2.11), widened for other hosts"
 
 def _routing() -> list[Constant]:
     return [
-        _row("routing_exponent", 0.75, "1", 0.12,
+        _row("routing_exponent", 0.8, "1", 0.12,
              "distinct experts 8/22/36/56 at 1/4/8/16 tokens, Qwen3.6-35B-A3B (third party)"),
+        _row("routing_zipf", 0.7, "1", 0.35,
+             "power-law benchmarks: 148-166, 279-285 of 384 at 32, 128 tokens"),
     ]  # fmt: skip
 
 

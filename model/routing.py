@@ -42,6 +42,38 @@ def correlated_experts(
     return result
 
 
+#: experts are grouped into this many classes of equal popularity
+_CLASSES = 16
+
+
+def expected_experts(
+    tokens_per_request: ArrayLike,
+    requests: ArrayLike,
+    experts: int,
+    per_token: int,
+    exponent: ArrayLike,
+    zipf: ArrayLike,
+) -> Array:
+    """Distinct experts of a step: correlated within a request, popular experts shared by all.
+
+    A request's n tokens count as n^g independent ones (g = ``exponent``); an expert's popularity
+    follows Zipf's law of exponent ``zipf`` (0: uniform, then ``correlated_experts``). Experts are
+    taken in classes of equal popularity. All arguments broadcast.
+    """
+    _check(experts, per_token)
+    n = np.maximum(np.asarray(tokens_per_request, dtype=float), 1e-9)
+    effective = np.asarray(requests, dtype=float) * n ** np.asarray(exponent, dtype=float)
+    classes = min(_CLASSES, experts)
+    edges = np.linspace(0, experts, classes + 1)
+    centre = 0.5 * (edges[1:] + edges[:-1]) + 0.5
+    weight = centre ** -np.asarray(zipf, dtype=float)[..., None]
+    mean = weight / weight.mean(axis=-1, keepdims=True)
+    chance = np.minimum(per_token / experts * mean, 1.0 - 1e-9)
+    missed = np.exp(effective[..., None] * np.log1p(-chance))
+    result: Array = experts * (1.0 - missed.mean(axis=-1))
+    return result
+
+
 def skewed_experts(tokens: ArrayLike, probability_E: ArrayLike, per_token: int) -> Array:
     """Distinct experts of independent tokens when expert e is wanted with weight probability_E[e].
 

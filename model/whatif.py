@@ -1,0 +1,152 @@
+"""Questions around a prediction: what would speculation need, and how much can settings change?
+
+Break-even: speculation pays when accept length > cycle time / plain step time. Everything is per
+concurrency, at the predictor's medians, with intervals where the answer is a prediction.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from model.predictor import Predictor
+from model.spec import Interval, Knobs, Scalar, Workload
+
+#: NCCL settings people try; every possible combination is compared
+NCCL_CHOICES: dict[str, tuple[Scalar | None, ...]] = {
+    "nccl.algo": ("auto", "ring", "tree"),
+    "nccl.proto": ("auto", "LL", "LL128", "Simple"),
+    "nccl.min_channels": (None, 2, 4, 8, 16),
+    "nccl.max_channels": (None, 1, 4, 16),
+    "nccl.p2p_level": ("auto", "PIX", "PHB", "SYS"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakEven:
+    """What speculation needs at one concurrency; times in ms."""
+
+    concurrency: int
+    plain_step_ms: float
+    cycle_ms: float
+    verify_ms: float
+    accept_length: Interval
+    #: accept length above which these knobs beat plain decoding
+    accept_length_needed: float
+    #: most that the verify may take for these knobs to beat plain decoding; negative: never
+    verify_ms_allowed: float
+    speedup: Interval
+
+
+def plain(knobs: Knobs) -> Knobs:
+    """The same knobs with speculation off."""
+    return Knobs.of({**knobs.values(), "speculation.method": "off"})
+
+
+def break_even(predictor: Predictor, knobs: Knobs, workload: Workload) -> BreakEven:
+    """Break-even of speculative knobs; raises ``ValueError`` for plain ones."""
+    if knobs.method == "off":
+        raise ValueError("break-even needs knobs with speculation on")
+    off = predictor.predict(plain(knobs), workload)
+    spec = predictor.predict(knobs, workload)
+    verify = sum(v.median for name, v in spec.terms_ms.items() if name.startswith("verify."))
+    rest = spec.cycle_ms.median - verify
+    ratios = np.exp(
+        [
+            np.log(spec.tokens_per_s.median / off.tokens_per_s.median),
+            # the machine's error is shared by both, so the accept length carries the spread
+            np.log(spec.accept_length.low / spec.accept_length.median),
+            np.log(spec.accept_length.high / spec.accept_length.median),
+        ]
+    )
+    return BreakEven(
+        concurrency=workload.concurrency,
+        plain_step_ms=off.cycle_ms.median,
+        cycle_ms=spec.cycle_ms.median,
+        verify_ms=verify,
+        accept_length=spec.accept_length,
+        accept_length_needed=spec.cycle_ms.median / off.cycle_ms.median,
+        verify_ms_allowed=spec.accept_length.median * off.cycle_ms.median - rest,
+        speedup=Interval(
+            float(ratios[0]), float(ratios[0] * ratios[1]), float(ratios[0] * ratios[2])
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingsRange:
+    """All-reduce time of a step over all NCCL settings that can run, ms."""
+
+    default_ms: Interval
+    best_ms: Interval
+    worst_ms: Interval
+    best: Knobs
+    worst: Knobs
+    #: default minus best: what tuning can save
+    saved_ms: Interval
+    #: worst minus best: the most that settings can explain at all
+    swing_ms: Interval
+    num_settings: int
+    #: settings that do not change any all-reduce of this step
+    num_inert: int
+
+
+def nccl_range(
+    predictor: Predictor,
+    knobs: Knobs,
+    workload: Workload,
+    choices: dict[str, tuple[Scalar | None, ...]] | None = None,
+) -> SettingsRange:
+    """The most that NCCL settings can change in one step of these knobs."""
+    names = list(choices or NCCL_CHOICES)
+    candidates = [
+        made
+        for values in product(*((choices or NCCL_CHOICES)[name] for name in names))
+        if (made := _made(knobs, dict(zip(names, values, strict=True)))) is not None
+    ]
+    base = Knobs.of({**knobs.values(), **{n: None if "channels" in n else "auto" for n in names}})
+    runnable = _distinct(predictor, [base, *candidates], workload)
+    term = ("verify" if knobs.method != "off" else "decode") + ".allreduce"
+    times = [(predictor.predict(k, workload).terms_ms[term], k) for k, _ in runnable]
+    best, worst = min(times, key=lambda t: t[0].median), max(times, key=lambda t: t[0].median)
+    same = dict(runnable)[base]
+    return SettingsRange(
+        default_ms=times[0][0],
+        best_ms=best[0],
+        worst_ms=worst[0],
+        best=best[1],
+        worst=worst[1],
+        saved_ms=predictor.difference_ms(term, base, best[1], workload),
+        swing_ms=predictor.difference_ms(term, worst[1], best[1], workload),
+        num_settings=sum(count for _, count in runnable),
+        num_inert=same,
+    )
+
+
+def _made(knobs: Knobs, values: dict[str, Scalar | None]) -> Knobs | None:
+    try:
+        return Knobs.of({**knobs.values(), **values})
+    except ValueError:
+        return None
+
+
+def _distinct(
+    predictor: Predictor, candidates: Sequence[Knobs], workload: Workload
+) -> list[tuple[Knobs, int]]:
+    """One of each class of settings that run the same all-reduces, with how many there are."""
+    from model.collectives import CollectiveKey
+
+    first = candidates[0]
+    tree = (first.method, first.steps, first.topk, first.draft_tokens)
+    step = predictor.step
+    width = step.target.allreduce_bytes_per_token
+    rows = workload.concurrency * (tree[3] if first.method != "off" else 1)
+    keys = [CollectiveKey.of(k) for k in candidates]
+    classes = step.collectives.classes(keys, [rows * width])
+    found: dict[int, tuple[Knobs, int]] = {}
+    for number, knobs in zip(classes, candidates, strict=True):
+        if number >= 0:
+            kept, count = found.get(number, (knobs, 0))
+            found[number] = (kept, count + 1)
+    return list(found.values())

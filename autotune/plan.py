@@ -30,12 +30,19 @@ class Plan:
     baseline: Knobs
 
 
-def make_plan(loaded: LoadedStudy, machine: Machine | None = None) -> Plan:
-    """Check and resolve a study; raises ``UserError`` for what can't work."""
+def make_plan(
+    loaded: LoadedStudy,
+    machine: Machine | None = None,
+    workloads: Mapping[int, Workload] | None = None,
+) -> Plan:
+    """Check and resolve a study; raises ``UserError`` for what can't work.
+
+    ``machine`` and ``workloads`` are those of a stored study; None resolves them here.
+    """
     study = loaded.study
     host = machine or study_machine(study)
     _check_context(study)
-    workloads = study_workloads(study)
+    workloads = workloads or study_workloads(study)
     model = StudyModel(study, host, workloads)
     space = build_space(study.space, host, model.target.head_problem)
     return Plan(
@@ -77,4 +84,4 @@ def stored_plan(view: StudyView) -> Plan:
     """The plan of a stored study: its file as it was, and the machine it was started on."""
     loaded = parse_study(view.text, view.label, view.base_dir, view.name)
     machine = None if view.machine is None else Machine.from_dict(view.machine)
-    return make_plan(loaded, machine)
+    return make_plan(loaded, machine, view.workloads)

@@ -17,7 +17,7 @@ from autotune.cli.common import (
 from autotune.errors import UserError
 from autotune.store.store import Store
 from autotune.store.views import StudyView
-from autotune.study_file import load_study
+from autotune.study_file import load_study, parse_study
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -181,12 +181,12 @@ def report(
 ) -> None:
     """Show what a study found so far."""
     from autotune.outcome import conclude
-    from autotune.plan import stored_plan
     from autotune.report import outcome_mapping, outcome_table
 
     store = Store.existing(database_url(database))
     view = store.study(name)
-    outcome = conclude(store, view.id, stored_plan(view).study, f"study is {view.state}")
+    study = parse_study(view.text, view.label, view.base_dir, view.name).study
+    outcome = conclude(store, view.id, study, f"study is {view.state}")
     if as_json:
         print_json(outcome_mapping(outcome))
         return
@@ -221,7 +221,6 @@ def best(
 def _status(store: Store, view: StudyView) -> dict[str, Any]:
     from autotune.history import History
     from autotune.store.workers import is_alive, worked_s
-    from autotune.study_file import parse_study
 
     history = History.read(store, view.id)
     workers, now = store.workers(view.id), datetime.now(UTC)

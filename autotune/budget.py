@@ -9,6 +9,8 @@ from autotune.store.workers import worked_s
 
 #: pairs of an A/A or final comparison: enough for a two-sided test, if max_repeats allows
 _MIN_PAIRS, _PAIRS = 4, 6
+#: share of the wall time that baseline and A/A pair may take
+_REFERENCE_SHARE = 0.25
 
 
 class BudgetKeeper:
@@ -56,6 +58,15 @@ class BudgetKeeper:
     def num_pairs(self) -> int:
         """Pairs of a comparison in turns."""
         return max(_MIN_PAIRS, min(_PAIRS, self._study.measure.max_repeats))
+
+    def reference_pairs(self, num_levels: int) -> int:
+        """Pairs of the A/A comparison, once some are taken: at most a quarter of the wall time."""
+        wall_s = self._study.budget.wall_time_s
+        repeat_s = self.repeat_s(History.read(self._store, self._study_id))
+        if wall_s is None or repeat_s <= 0:
+            return self.num_pairs()
+        affordable = int(_REFERENCE_SHARE * wall_s / (2 * repeat_s * num_levels))
+        return max(_MIN_PAIRS, min(self.num_pairs(), affordable))
 
     def pairs_in_time(self, num_levels: int) -> int:
         """Pairs of the final comparison that the wall time leaves room for."""

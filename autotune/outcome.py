@@ -62,6 +62,8 @@ class Outcome:
         won = [level.concurrency for level in self.levels if level.beats_baseline]
         if not self.levels:
             return "no level has a measured baseline and a measured alternative yet"
+        if self.num_search_trials == 0:
+            return "no alternative to the baseline was measured"
         if not won:
             undecided = any(level.verdict == "undecided" for level in self.levels)
             if undecided:

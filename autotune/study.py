@@ -133,8 +133,11 @@ class StudyRun:
             self._show_floors()
             return
         self.progress.stage("baseline and A/A pair", self.plan.baseline)
-        done = History.read(self.store, self.view.id).repeats_of
-        failures = self.bench.run_arms(base, again, self.budget.num_pairs(), done)
+        failures = self._arms(base, again, 1)
+        if failures == (None, None):
+            failures = self._arms(
+                base, again, self.budget.reference_pairs(len(self.plan.workloads))
+            )
         for trial, failure in zip((base, again), failures, strict=True):
             self._finish(trial, failure)
         failure = failures[0] or failures[1]
@@ -145,6 +148,13 @@ class StudyRun:
         self._store_floors(base, again)
         self._show_floors()
         self.model.learn(self.store, self.view.id)
+
+    def _arms(
+        self, first: TrialView, second: TrialView, num_pairs: int, levels: list[int] | None = None
+    ) -> tuple[Failure | None, Failure | None]:
+        """Bring two arms to ``num_pairs`` repeats each, in turns."""
+        done = History.read(self.store, self.view.id).repeats_of
+        return self.bench.run_arms(first, second, num_pairs, done, levels)
 
     def _explore(self, backend: Backend) -> str:
         """Predict, pick, measure, calibrate until the budget or the space is used up."""
@@ -195,8 +205,7 @@ class StudyRun:
             if base is None:
                 continue
             self.progress.stage("best against baseline, in turns", knobs)
-            done = History.read(self.store, self.view.id).repeats_of
-            failures = self.bench.run_arms(ours, base, pairs, done, levels)
+            failures = self._arms(ours, base, pairs, levels)
             for trial, failure in zip((ours, base), failures, strict=True):
                 self._finish(trial, failure)
 

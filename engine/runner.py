@@ -1,29 +1,20 @@
-"""The run loop of rank 0: admit, draft, verify, accept, extend - until every request is done.
+"""The run loop of rank 0: admit requests to slots, cycle, retire, and sum up.
 
 A cycle handles all running requests together; a request that ends frees its slot for the next one.
-The host reads the device once a cycle, when it learns what was accepted. Sampling is lossless for
-any draft that does not depend on the draw: the target's token is drawn at every node, and a drafted
-child is accepted exactly when it equals the draw (recursive rejection with point-mass proposals
-comes to the same). Legend as in ``engine.executor``; F = three captured hidden states.
 """
 
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
-import torch
-
 from engine.config import SpeculationConfig
+from engine.cycle import Cycle, Seeds
 from engine.draft import DraftModel
-from engine.errors import EngineError
-from engine.executor import Executor, Heads, Keep, Order, Want
+from engine.executor import Executor
 from engine.results import Request, RunResult
-from engine.sequence import Sequence, Tally
-from engine.timing import CycleTimer, EventTimer, LapTimer, NoTimer
-from engine.tree import draft
+from engine.sequence import Sequence
+from engine.timing import CycleTimer, EventTimer, LapTimer
 
-#: prompt tokens in one forward
-PREFILL_CHUNK = 512
 #: on a GPU every n-th cycle is timed in detail
 _TIMED_EVERY = 16
 _BEAT_S = 1.0
@@ -43,12 +34,7 @@ class Runner:
     ) -> None:
         self.executor, self.draft_model = executor, draft_model
         self.slots, self.eos_ids, self.beat = slots, eos_ids, beat
-        self.device, self.ops = executor.device, executor.model.ops
-        if draft_model is not None:
-            shape, fc = draft_model.shape, draft_model.weights.fc_HF
-            #: what each slot's next draft starts from: the extend's last output
-            self.seed_hidden_SH = torch.zeros(slots, shape.hidden, dtype=fc.dtype, device=fc.device)
-            self.seed_logits_SR = torch.zeros(slots, shape.draft_vocab, device=fc.device)
+        self.seeds = None if draft_model is None else Seeds(draft_model, slots)
 
     def run(
         self,
@@ -62,9 +48,13 @@ class Runner:
 
         Raises ``EngineError`` (crash) when logits are not numbers.
         """
-        job = _Job(self, requests, speculation, min(concurrency, self.slots), margins)
+        on_cpu = self.executor.device.type == "cpu"
+        timer: CycleTimer = LapTimer() if on_cpu else EventTimer(_TIMED_EVERY)
+        cycle = Cycle(
+            self.executor, self.draft_model, self.seeds, speculation, timer, margins=margins
+        )
         try:
-            return job.run()
+            return _Job(self, requests, cycle, min(concurrency, self.slots)).run()
         finally:
             self.executor.stop()
 
@@ -73,30 +63,17 @@ class _Job:
     """State of one run."""
 
     def __init__(
-        self,
-        runner: Runner,
-        requests: list[Request],
-        speculation: SpeculationConfig,
-        concurrency: int,
-        margins: bool,
+        self, runner: Runner, requests: list[Request], cycle: Cycle, concurrency: int
     ) -> None:
-        self.runner, self.executor, self.ops = runner, runner.executor, runner.ops
-        self.device = runner.device
-        self.speculation, self.margins = speculation, margins
-        self.speculates = speculation.method != "off"
+        self.runner, self.cycle, self.timer = runner, cycle, cycle.timer
         self.waiting = deque(enumerate(requests))
         self.free = list(range(concurrency))[::-1]
         self.active: list[Sequence] = []
         self.done: list[Sequence] = []
-        self.tally = Tally(speculation)
-        self.timer: CycleTimer = (
-            LapTimer() if self.device.type == "cpu" else EventTimer(_TIMED_EVERY)
-        )
-        self.keep: Keep | None = None
         self.decode_tokens = 0
         self.decode_wall_s = 0.0
         self.num_cycles = 0
-        self._last_beat_s = perf_counter()
+        self._beat_s = perf_counter()
 
     def run(self) -> RunResult:
         while self.waiting or self.active:
@@ -105,66 +82,12 @@ class _Job:
             if self.active:
                 self._timed_cycle()
             self._beat()
-        phases_ms, num_timed = self.timer.phases_ms()
-        cycle_ms = self.decode_wall_s * 1e3 / max(self.num_cycles, 1)
-        if self.device.type != "cpu" and phases_ms:
-            # events cover a sample of the cycles: scaled to the mean of all
-            scale = cycle_ms / max(sum(phases_ms.values()), 1e-9)
-            phases_ms = {name: ms * scale for name, ms in phases_ms.items()}
-        return RunResult(
-            requests=tuple(s.result() for s in sorted(self.done, key=lambda s: s.index)),
-            counters=self.tally.counters(),
-            decode_wall_s=self.decode_wall_s,
-            decode_tokens=self.decode_tokens,
-            num_cycles=self.num_cycles,
-            cycle_ms=cycle_ms,
-            phases_ms=phases_ms,
-            num_timed_cycles=num_timed,
-        )
-
-    def _beat(self) -> None:
-        if perf_counter() - self._last_beat_s > _BEAT_S:
-            self._last_beat_s = perf_counter()
-            self.runner.beat()
+        return self._result()
 
     def _admit(self) -> None:
-        """Prefill the next request in chunks; its first token comes from the prompt's last row."""
         index, request = self.waiting.popleft()
         sequence = Sequence(index, request, self.free.pop(), self.runner.eos_ids)
-        prompt_T = torch.tensor(request.prompt_ids)
-        slot_B = torch.tensor([sequence.slot])
-        start_s = perf_counter()
-        num_tokens = len(prompt_T)
-        for start in range(0, num_tokens, PREFILL_CHUNK):
-            stop = min(start + PREFILL_CHUNK, num_tokens)
-            last = stop == num_tokens
-            order = Order(
-                token_BT=prompt_T[None, start:stop],
-                slot_B=slot_B,
-                prefix_B=torch.tensor([start]),
-                want=self._want([sequence]) if last else "none",
-                last_only=True,
-                keep=self._take_keep(),
-            )
-            forward, heads = self.executor.forward(order, NoTimer())
-            following_T = prompt_T[start + 1 : stop + 1]
-            if heads is not None:
-                token = int(self._targets(heads, [sequence], 1, "prefill of request")[0])
-                sequence.ttft_s = perf_counter() - start_s
-                sequence.prefix = num_tokens
-                self._note_margins(heads, [sequence])
-                sequence.emit([token])
-                following_T = torch.cat((following_T, torch.tensor([token])))
-            if self.speculates:
-                assert forward.captured_NF is not None
-                self._extend(
-                    following_T[None].to(self.device),
-                    forward.captured_NF[None],
-                    slot_B.to(self.device),
-                    torch.tensor([start], device=self.device),
-                    torch.tensor([stop - start - 1], device=self.device),
-                )
-            self._beat()
+        self.cycle.prefill(sequence, self._beat)
         self.active.append(sequence)
         self._retire()
 
@@ -172,10 +95,7 @@ class _Job:
         start_s = perf_counter()
         self.timer.start_cycle()
         sequences = self.active
-        if self.speculates:
-            self._speculative_cycle(sequences)
-        else:
-            self._plain_cycle(sequences)
+        self.decode_tokens += self.cycle.run(sequences)
         self._retire()
         self.timer.mark("host_gap")
         self.timer.end_cycle()
@@ -185,175 +105,32 @@ class _Job:
         self.decode_wall_s += wall_s
         self.num_cycles += 1
 
-    def _plain_cycle(self, sequences: list[Sequence]) -> None:
-        order = Order(
-            token_BT=torch.tensor([[s.last] for s in sequences]),
-            slot_B=torch.tensor([s.slot for s in sequences]),
-            prefix_B=torch.tensor([s.prefix for s in sequences]),
-            want=self._want(sequences),
-        )
-        self.timer.mark("host_gap")
-        _, heads = self.executor.forward(order, self.timer)
-        assert heads is not None
-        tokens = self._targets(heads, sequences, 1, "decode").tolist()
-        self.timer.mark("sample")
-        self._note_margins(heads, sequences)
-        for sequence, token in zip(sequences, tokens, strict=True):
-            sequence.prefix += 1
-            self.decode_tokens += sequence.emit([token])
-
-    def _speculative_cycle(self, sequences: list[Sequence]) -> None:
-        model, runner, device = self.runner.draft_model, self.runner, self.device
-        assert model is not None
-        slot_B = torch.tensor([s.slot for s in sequences])
-        prefix_B = torch.tensor([s.prefix for s in sequences])
-        root_B = torch.tensor([s.last for s in sequences])
-        slots, prefixes = slot_B.to(device), prefix_B.to(device)
-        self.timer.mark("host_gap")
-        tree = draft(
-            model,
-            self.speculation,
-            root_B.to(device),
-            runner.seed_hidden_SH[slots],
-            runner.seed_logits_SR[slots],
-            slots,
-            prefixes,
-        )
-        self.timer.mark("draft")
-        order = Order(
-            token_BT=tree.token_BT,
-            slot_B=slot_B,
-            prefix_B=prefix_B,
-            parent_BT=tree.parent_BT if self.speculation.topk > 1 else None,
-            want=self._want(sequences),
-            keep=self._take_keep(),
-            phase="verify",
-        )
-        forward, heads = self.executor.forward(order, self.timer)
-        assert heads is not None
-        assert forward.captured_NF is not None
-        num_tokens = tree.token_BT.shape[1]
-        target_BT = self._targets(heads, sequences, num_tokens, "verify").view(-1, num_tokens)
-        path_BA, count_B, next_B = self.ops.verify_greedy(tree.token_BT, tree.parent_BT, target_BT)
-        counts: list[int] = count_B.tolist()
-        path_BA = path_BA[:, : self._longest(counts)].clamp(min=0)
-        paths, next_tokens = path_BA.tolist(), next_B.tolist()
-        tokens, ranks = tree.token_BT.tolist(), tree.rank_BT.tolist()
-        self.timer.mark("sample")
-        for b, sequence in enumerate(sequences):
-            accepted = paths[b][1 : counts[b] + 1]
-            self.tally.add([ranks[b][node] for node in accepted])
-            sequence.tokens_per_verify.append(counts[b] + 1)
-            sequence.prefix += counts[b] + 1
-            emitted = [tokens[b][node] for node in accepted] + [next_tokens[b]]
-            self.decode_tokens += sequence.emit(emitted)
-        if any(paths[b][i] != i for b, n in enumerate(counts) for i in range(n + 1)):
-            self.keep = Keep(slot_B, prefix_B, path_BA.cpu(), count_B.cpu() + 1)
-        live = [b for b, s in enumerate(sequences) if s.finish_reason is None]
-        self.timer.mark("host_gap")
-        if live:
-            captured_BTF = forward.captured_NF.view(len(sequences), num_tokens, -1)
-            self._extend_accepted(
-                live, tree.token_BT, captured_BTF, path_BA, count_B, next_B, slots, prefixes
-            )
-        self.timer.mark("extend")
-
-    def _longest(self, counts: list[int]) -> int:
-        """Length of the paths that are extended: fixed on a GPU, so that it can be captured."""
-        return max(counts) + 1 if self.device.type == "cpu" else self.speculation.steps + 1
-
-    def _extend_accepted(
-        self,
-        live: list[int],
-        token_BT: torch.Tensor,
-        captured_BTF: torch.Tensor,
-        path_BA: torch.Tensor,
-        count_B: torch.Tensor,
-        next_B: torch.Tensor,
-        slot_B: torch.Tensor,
-        prefix_B: torch.Tensor,
-    ) -> None:
-        """Settle the accepted tokens in the head's cache, with the target's hidden states."""
-        if len(live) < len(path_BA):
-            at = torch.tensor(live, device=self.device)
-            token_BT, captured_BTF, path_BA = token_BT[at], captured_BTF[at], path_BA[at]
-            count_B, next_B, slot_B, prefix_B = count_B[at], next_B[at], slot_B[at], prefix_B[at]
-        # the pair at a node is (token after it, its hidden state); rows past the path are junk
-        # that the next extend overwrites
-        following_BA = torch.cat((token_BT.gather(1, path_BA)[:, 1:], next_B[:, None]), dim=1)
-        following_BA = following_BA.scatter(1, count_B[:, None], next_B[:, None])
-        index = path_BA[:, :, None].expand(-1, -1, captured_BTF.shape[-1])
-        self._extend(following_BA, captured_BTF.gather(1, index), slot_B, prefix_B, count_B)
-
-    def _extend(
-        self,
-        following_BA: torch.Tensor,
-        captured_BAF: torch.Tensor,
-        slot_B: torch.Tensor,
-        prefix_B: torch.Tensor,
-        last_B: torch.Tensor,
-    ) -> None:
-        """Run the head over settled pairs and keep row ``last_b`` as the slot's next seed."""
-        model, runner = self.runner.draft_model, self.runner
-        assert model is not None
-        num_sequences, num_tokens = following_BA.shape
-        position_BA = prefix_B[:, None] + torch.arange(num_tokens, device=self.device)
-        hidden_NH = model.fuse(captured_BAF.reshape(num_sequences * num_tokens, -1))
-        out_NH = model.forward(following_BA, hidden_NH, position_BA, slot_B, prefix_B)
-        rows_B = torch.arange(num_sequences, device=self.device) * num_tokens + last_B
-        seed_BH = out_NH[rows_B]
-        runner.seed_hidden_SH[slot_B] = seed_BH
-        runner.seed_logits_SR[slot_B] = model.logits(seed_BH)
-
-    def _want(self, sequences: list[Sequence]) -> Want:
-        if any(s.request.temperature > 0 for s in sequences):
-            return "full"
-        return "lead" if self.margins else "best"
-
-    def _targets(
-        self, heads: Heads, sequences: list[Sequence], num_tokens: int, stage: str
-    ) -> torch.Tensor:
-        """The target's token at each row: its best, or a draw at the request's temperature."""
-        if bool(heads.nan_R.any()):
-            rank = int(heads.nan_R.long().argmax())
-            indices = ", ".join(str(s.index) for s in sequences)
-            raise EngineError(
-                "crash",
-                "generate",
-                f"NaN logits at cycle {self.num_cycles} ({stage}, requests {indices}), first on "
-                f"rank {rank}: the weights or the prompt overflow this dtype",
-            )
-        if heads.token_M is not None:
-            return heads.token_M
-        assert heads.logits_MV is not None
-        temperature_M = [s.request.temperature for s in sequences for _ in range(num_tokens)]
-        uniform_M = [u for s in sequences for u in s.uniforms(num_tokens)]
-        drawn: torch.Tensor = self.ops.sample(
-            heads.logits_MV,
-            torch.tensor(temperature_M, device=self.device),
-            torch.tensor(uniform_M, device=self.device, dtype=torch.float64),
-        )
-        return drawn
-
-    def _note_margins(self, heads: Heads, sequences: list[Sequence]) -> None:
-        if not self.margins:
-            return
-        if heads.lead_M is not None:
-            leads = heads.lead_M.tolist()
-        else:
-            assert heads.logits_MV is not None
-            two = heads.logits_MV.topk(2, dim=-1).values
-            leads = (two[:, 0] - two[:, 1]).tolist()
-        for sequence, lead in zip(sequences, leads, strict=True):
-            sequence.margins.append(lead)
-
-    def _take_keep(self) -> Keep | None:
-        keep, self.keep = self.keep, None
-        return keep
-
     def _retire(self) -> None:
         for sequence in self.active:
             if sequence.finish_reason is not None:
                 self.free.append(sequence.slot)
                 self.done.append(sequence)
         self.active = [s for s in self.active if s.finish_reason is None]
+
+    def _beat(self) -> None:
+        if perf_counter() - self._beat_s > _BEAT_S:
+            self._beat_s = perf_counter()
+            self.runner.beat()
+
+    def _result(self) -> RunResult:
+        phases_ms, num_timed = self.timer.phases_ms()
+        cycle_ms = self.decode_wall_s * 1e3 / max(self.num_cycles, 1)
+        if num_timed < self.num_cycles and phases_ms:
+            # timed on a sample of the cycles: scaled to the mean of all
+            scale = cycle_ms / max(sum(phases_ms.values()), 1e-9)
+            phases_ms = {name: ms * scale for name, ms in phases_ms.items()}
+        return RunResult(
+            requests=tuple(s.result() for s in sorted(self.done, key=lambda s: s.index)),
+            counters=self.cycle.tally.counters(),
+            decode_wall_s=self.decode_wall_s,
+            decode_tokens=self.decode_tokens,
+            num_cycles=self.num_cycles,
+            cycle_ms=cycle_ms,
+            phases_ms=phases_ms,
+            num_timed_cycles=num_timed,
+        )

@@ -1,5 +1,7 @@
 """One running request on rank 0, and the acceptance counters of a run."""
 
+from time import perf_counter
+
 import numpy as np
 
 from engine.config import SpeculationConfig
@@ -16,6 +18,7 @@ class Sequence:
         self.margins: list[float] = []
         #: rows settled in the caches: all tokens but the last one
         self.prefix = 0
+        self.admitted_s = perf_counter()
         self.ttft_s = 0.0
         self.decode_s = 0.0
         self.finish_reason: str | None = None
@@ -36,6 +39,8 @@ class Sequence:
     def emit(self, tokens: list[int]) -> int:
         """Append what fits, set ``finish_reason`` at the end; returns how many were delivered."""
         delivered = 0
+        if not self.tokens:
+            self.ttft_s = perf_counter() - self.admitted_s
         for token in tokens:
             self.tokens.append(token)
             delivered += 1

@@ -100,7 +100,8 @@ class RandomSource:
         if len(shape) == 1:
             return torch.ones(shape, device=self.device)
         generator = torch.Generator(self.device)
-        generator.manual_seed(self.seed * 0x1_0000_0000 + zlib.crc32(name.encode()))
+        # the CPU generator takes 32 bits of its seed
+        generator.manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
         return torch.randn(shape, generator=generator, device=self.device).mul_(self.std)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:

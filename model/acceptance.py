@@ -35,6 +35,8 @@ _PRIOR_SD = (0.8, 0.08, 0.5, 0.2)
 _DEPTH_SD = 0.12
 #: relative error of drafts accepted per verify in trees: two published grids, leave-one-out
 _TREE_SD = 0.05
+#: error of the share that a rank takes of a depth, from guessing which nodes were kept
+_SHARE_SD = 0.03
 _NUM_SAMPLES = 128
 
 
@@ -194,7 +196,9 @@ def _linearise(
         else:
             wanted, weight, shares_of = _targets(one)
             model = np.stack([shares_of(table) for table in tables])
-            sd = np.sqrt(np.clip(model[0] * (1 - model[0]), 1e-3, None) / weight)
+            # which nodes a tree kept is the model's guess: its shares are not exact
+            guess = _SHARE_SD if one.topk > 1 else 0.0
+            sd = np.sqrt(np.clip(model[0] * (1 - model[0]), 1e-3, None) / weight + guess**2)
         residuals.append((wanted - model[0]) / sd)
         rows.append(((model[1:] - model[0]) / delta / sd).T)
     return np.concatenate(residuals), np.concatenate(rows)

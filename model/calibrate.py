@@ -39,24 +39,44 @@ def calibrate(
     if not terms and not reduces:
         return calibration
     data = _Data(step, calibration, terms, reduces)
-    precision = np.linalg.inv(calibration.covariance)
-    x = calibration.x
+    x = calibration.x.copy()
     modes = data.nearest_modes(x)
+    told = _told(calibration, data, modes)
+    precision = np.linalg.inv(calibration.covariance[np.ix_(told, told)])
     for _ in range(_MODE_ROUNDS):
-        fit = robust_map(
-            lambda x_DK, modes=modes: data.predict(x_DK, modes),  # type: ignore[misc]
-            data.values, data.rel_sds, calibration.x, precision, start_K=x,
-        )  # fmt: skip
-        x = fit.x
+
+        def predict(part_DK: Array, slow: NDArray[np.bool_] = modes) -> Array:
+            whole = np.repeat(calibration.x[None], len(part_DK), axis=0)
+            whole[:, told] = part_DK
+            return data.predict(whole, slow)
+
+        part = robust_map(
+            predict, data.values, data.rel_sds, calibration.x[told], precision, start_K=x[told]
+        )
+        x[told] = part.x
         previous, modes = modes, data.nearest_modes(x)
         if np.array_equal(previous, modes):
             break
+    covariance = calibration.covariance.copy()
+    covariance[np.ix_(told, told)] = part.covariance
+    fit = Fit(x, covariance, part.residuals, part.cost)
     fixed = {
         "discrepancy": data.discrepancy(calibration["discrepancy"], x, modes),
         "host_slow_share": data.slow_share(calibration["host_slow_share"], x, modes),
     }
     sources = [*(o.source for o in terms), *(o.source for o in reduces)]
     return _updated(calibration, fit, sources, fixed)
+
+
+def _told(calibration: Calibration, data: "_Data", slow_N: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """Constants that some observation depends on, or that are tied to one by the covariance."""
+    num = calibration.x.size
+    probes = np.concatenate([np.zeros((1, num)), 0.3 * np.eye(num)])
+    moved = data.predict(calibration.x + probes, slow_N)
+    told = np.abs(np.log(moved[1:] / moved[0])).max(axis=1) > 1e-9
+    told = told | (np.abs(calibration.covariance[told]) > 0).any(axis=0)
+    index: NDArray[np.intp] = np.flatnonzero(told)
+    return index
 
 
 def _updated(
@@ -95,6 +115,15 @@ class _Data:
             (row, term, _source_terms(term, rows[0].knobs.method != "off"))
             for (row, term), rows in groups.items()
         ]
+        by_term: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for n, (row, _, names) in enumerate(self._groups):
+            for name in names:
+                by_term[name].append((n, row))
+        #: term of the step model -> (groups that hold it, their rows)
+        self._by_term = {
+            name: (np.array([n for n, _ in pairs_]), np.array([row for _, row in pairs_]))
+            for name, pairs_ in by_term.items()
+        }
         self._reduces = list(reduces)
         value = [float(np.exp(np.median(np.log([o.value_ms for o in g])))) for g in groups.values()]
         sd = [
@@ -109,15 +138,18 @@ class _Data:
     def predict(self, x_DK: Array, slow_N: NDArray[np.bool_]) -> Array:
         """Predicted values [D, N]: ms for term groups, us for all-reduces."""
         c = as_mapping(self._constants, x_DK)
-        columns = []
+        table = np.zeros((len(x_DK), len(self._groups)))
         if self._rows is not None:
             need_slow = slow_N[: len(self._groups)].any()
             fast = self._step.terms_ms(self._rows, c, False)
             slow = self._step.terms_ms(self._rows, c, True) if need_slow else fast
-            for n, (row, _, names) in enumerate(self._groups):
-                terms = slow if slow_N[n] else fast
-                columns.append(sum(_column(terms[name], row, len(x_DK)) for name in names))
-        table = np.stack(columns, axis=1) if columns else np.zeros((len(x_DK), 0))
+            shape = (len(x_DK), self._rows.tp.size)
+            for name, (columns, row) in self._by_term.items():
+                picked = np.broadcast_to(fast[name], shape)[:, row]
+                if need_slow:
+                    late = np.broadcast_to(slow[name], shape)[:, row]
+                    picked = np.where(slow_N[columns], late, picked)
+                table[:, columns] += picked
         if not self._reduces:
             return np.maximum(table, 1e-9)
         result: Array = np.maximum(np.concatenate([table, self._allreduce(c)], axis=1), 1e-9)
@@ -188,8 +220,3 @@ def _source_terms(term: str, speculative: bool) -> tuple[str, ...]:
     if term in ("verify", "decode"):
         return whole
     return (f"target.{sub}",) if sub else (term,)
-
-
-def _column(value: Array, row: int, num: int) -> Array:
-    column = value[:, row] if value.shape[1] > 1 else value[:, 0]
-    return np.broadcast_to(column, (num,))

@@ -7,7 +7,7 @@ tells which settings are inert). Suffixes: D constant vectors, N rows.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ Array = NDArray[Any]
 
 #: NCCL of a machine file that names none
 ASSUMED_NCCL_VERSION = "2.28.9"
+_MOST_CALLS = 256
 #: sizes, bytes, at which two settings are compared when nobody says which sizes are in play
 PROBE_SIZES = tuple(2**k for k in range(10, 25))
 
@@ -73,13 +74,20 @@ class CollectiveKey:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Route:
     """Who reduces over what, settings resolved."""
 
     backend: str
     ranks: int
     settings: NcclSettings
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.backend, self.ranks, self.settings))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 def allreduce_constants(machine: Machine) -> tuple[Constant, ...]:
@@ -116,6 +124,7 @@ class CollectiveTimes:
         self._row_of: dict[tuple[object, ...], int] = {}
         self._signatures: dict[tuple[CollectiveKey, tuple[int, ...]], tuple[int, ...]] = {}
         self._designs: list[Design] = []
+        self._calls: dict[tuple[object, object], tuple[Design | None, int, Array]] = {}
 
     def problem(self, key: CollectiveKey) -> str | None:
         """Why these settings cannot run here, or None."""
@@ -197,6 +206,27 @@ class CollectiveTimes:
     def _times(
         self, routes: Sequence[Route | None], sizes: Sequence[int], c: Mapping[str, Array]
     ) -> Array:
+        call = (tuple(routes), tuple(sizes))
+        if call not in self._calls:
+            if len(self._calls) > _MOST_CALLS:
+                self._calls.clear()
+            self._calls[call] = self._rows(routes, sizes)
+        design, used, inverse = self._calls[call]
+        num_draws = max(np.shape(value)[0] if np.ndim(value) else 1 for value in c.values())
+        table = np.zeros((num_draws, used))
+        if design is not None:
+            start = used - len(design)
+            for kind in ("nccl", "gloo", "one_shot", "two_shot"):
+                rows = np.flatnonzero(getattr(design, kind))
+                if rows.size:
+                    table[:, start + rows] = time_us(design.take(rows), c)
+        result: Array = table[:, inverse]
+        return result
+
+    def _rows(
+        self, routes: Sequence[Route | None], sizes: Sequence[int]
+    ) -> tuple[Design | None, int, Array]:
+        """(distinct collectives, how many distinct entries with "alone", entry of each row)."""
         index = np.array(
             [
                 -1 if r is None else self._indices(r, [s])[0]
@@ -205,12 +235,7 @@ class CollectiveTimes:
         )
         used, inverse = np.unique(index, return_inverse=True)
         rows = used[used >= 0]
-        num_draws = max(np.shape(value)[0] if np.ndim(value) else 1 for value in c.values())
-        table = np.zeros((num_draws, used.size))
-        if rows.size:
-            table[:, used.size - rows.size :] = time_us(self._all().take(rows), c)
-        result: Array = table[:, inverse]
-        return result
+        return (self._all().take(rows) if rows.size else None), int(used.size), inverse
 
     def _all(self) -> Design:
         if len(self._designs) > 1:

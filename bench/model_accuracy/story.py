@@ -26,7 +26,20 @@ MEASURED_VERIFY_MS = (29.0, 19.0)
 GRAPHS: dict[str, Scalar | None] = {
     f"cuda_graph.{name}": True for name in ("decode", "draft", "verify", "extend")
 }
-CHAIN = {"speculation.method": "eagle3", "speculation.topk": 1, "parallel.tp": 8}
+#: the settings that hours went into
+FORCED: dict[str, Scalar | None] = {
+    "nccl.proto": "LL",
+    "nccl.algo": "ring",
+    "nccl.p2p_level": "SYS",
+    "nccl.max_channels": 16,
+    "nccl.buffsize": 16 << 20,
+    "nccl.nthreads": 512,
+}
+CHAIN: dict[str, Scalar | None] = {
+    "speculation.method": "eagle3",
+    "speculation.topk": 1,
+    "parallel.tp": 8,
+}
 #: published server log of the Kimi-K2.6 EAGLE-3 draft: positions 1-3, cumulative, mid-range
 ACCEPTED = AcceptanceCounts(
     steps=3, topk=1, draft_tokens=4, num_verifies=1000, accepted_by_depth=(656, 403, 251)
@@ -67,12 +80,18 @@ class Story:
     graphed_verify: Interval
     eager_verify: Interval
     settings: SettingsRange
+    #: what the best settings save against those the story's user forced
+    saved_from_forced: Interval
     break_even: BreakEven
 
     @property
     def unexplained_by_settings_ms(self) -> float:
-        """Of the 17 ms between a 29 ms verify and a 12 ms step: beyond all NCCL settings."""
-        return MEASURED_VERIFY_MS[0] - MEASURED_PLAIN_MS - self.settings.swing_ms.high
+        """Of the 17 ms between a 29 ms verify and a 12 ms step: beyond what any setting can win.
+
+        Against NCCL's own choice and against the forced settings, at the upper end of both.
+        """
+        most = max(self.settings.saved_ms.high, self.saved_from_forced.high)
+        return MEASURED_VERIFY_MS[0] - MEASURED_PLAIN_MS - most
 
     @property
     def eager_adds(self) -> Interval:
@@ -87,11 +106,14 @@ def story() -> Story:
     p, load = predictor("8x-rtx-pro-6000-switches"), workload(1)
     chain = Knobs.of({**CHAIN, "speculation.steps": 2, **GRAPHS})
     eager = Knobs.of({**chain.values(), "cuda_graph.verify": False})
+    forced = Knobs.of({**chain.values(), **FORCED})
+    settings = nccl_range(p, chain, load)
     return Story(
         plain=p.predict(Knobs.of({"parallel.tp": 8, **GRAPHS}), load).cycle_ms,
         graphed_verify=p.verify_ms(chain, load),
         eager_verify=p.verify_ms(eager, load),
-        settings=nccl_range(p, chain, load),
+        settings=settings,
+        saved_from_forced=p.difference_ms("verify.allreduce", forced, settings.best, load),
         break_even=break_even(p, eager, load),
     )
 
@@ -165,11 +187,13 @@ def main() -> None:
         f"{r.num_inert} settings change nothing"
     )
     print(f"  best: {r.best.label()}")
+    swing = _text(r.swing_ms, "ms")
+    print(f"  tuning saves {_text(r.saved_ms, 'ms')}; between best and worst {swing}")
+    print(f"  against the six forced settings it saves {_text(s.saved_from_forced, 'ms')}")
     print(
-        f"  tuning saves {_text(r.saved_ms, 'ms')}; between best and worst {_text(r.swing_ms, 'ms')}"
+        f"17 ms: tuning leaves {s.unexplained_by_settings_ms:.1f} ms unexplained at the upper end "
+        f"of what it saves; launching one by one adds {_text(s.eager_adds, 'ms')}"
     )
-    print(f"17 ms: settings leave {s.unexplained_by_settings_ms:.1f} ms unexplained at the 95 % end of "
-          f"their swing; launching one by one adds {_text(s.eager_adds, 'ms')}")  # fmt: skip
     b = s.break_even
     print(
         f"break-even with this verify: accept length {b.accept_length_needed:.2f} needed, "

@@ -38,8 +38,8 @@ class BudgetKeeper:
         return self._study.budget.wall_time_s - worked_s(self._store.workers(self._study_id))
 
     def final_s(self, history: History) -> float:
-        """Seconds to keep for the final comparison: every level has one winner."""
-        return self.repeat_s(history) * 2 * self.num_pairs() * len(self._study.workload.concurrency)
+        """Seconds to keep for the shortest final comparison: every level has one winner."""
+        return self.repeat_s(history) * 2 * _MIN_PAIRS * len(self._study.workload.concurrency)
 
     def repeat_s(self, history: History) -> float:
         """Mean seconds of a repeat, with what lies between two repeats."""

@@ -228,11 +228,17 @@ class NewTokens:
 
 
 def default_config(
-    groups: int, rows: int, num_cache_rows: int, head_size: int, device: torch.device
+    groups: int,
+    rows: int,
+    num_cache_rows: int,
+    head_size: int,
+    element_bytes: int,
+    device: torch.device,
 ) -> Config:
     """Enough parts to occupy the GPU at small batch, none too short to be worth combining."""
     block_r = min(64, pow2(rows, 16))
-    block_l = 32 if block_r <= 32 else 64
+    # a tile of keys or values of at most 16 KiB, so that every architecture has the shared memory
+    block_l = min(32 if block_r <= 32 else 64, max(16, 16384 // (pow2(head_size) * element_bytes)))
     programs = groups * cdiv(rows, block_r)
     splits = 1
     while (
@@ -302,7 +308,9 @@ def launch_attention(
         op,
         device,
         shape,
-        lambda: default_config(groups, rows, num_rows_of_cache, head_size, device),
+        lambda: default_config(
+            groups, rows, num_rows_of_cache, head_size, q_PX.element_size(), device
+        ),
     )
     block_r, splits = config["block_r"], config["splits"]
     blocks = cdiv(rows, block_r)

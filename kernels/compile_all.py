@@ -3,8 +3,8 @@
     python -m kernels.compile_all [--fast] [--workers N] [--arch 90] [--json PATH]
 
 One process a worker; each unit is compiled once an architecture. Prints the shared memory each
-kernel needs at most and what is excluded where; exit code 1 when something does not compile, or a
-default configuration does not fit an architecture (defaults must run everywhere).
+kernel needs and which configurations are excluded where, because they may exceed that GPU's shared
+memory; exit code 1 when something does not compile or needs more than was estimated or is there.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -153,6 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fast", action="store_true", help="defaults at one size only")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--arch", type=int, action="append", choices=sorted(SHARED_LIMIT_BYTES))
+    parser.add_argument("--only", nargs="+", help="only these kernels")
     parser.add_argument("--json", type=Path, help="write one JSON line per unit and architecture")
     args = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -161,60 +162,71 @@ def main(argv: list[str] | None = None) -> int:
     architectures = args.arch or sorted(SHARED_LIMIT_BYTES)
     _prepare(args.fast)
     largest: dict[tuple[str, int], int] = defaultdict(int)
-    excluded, failed, lines, seconds = [], [], [], 0.0
+    lines: list[dict[str, Any]] = []
+    seconds = 0.0
     context = get_context("spawn")
-    with ProcessPoolExecutor(args.workers, context, _prepare, (args.fast,)) as pool:
+    pool = (
+        ProcessPoolExecutor(args.workers, context, _prepare, (args.fast,))
+        if args.workers > 1
+        else ThreadPoolExecutor(1)
+    )
+    with pool:
         pending = {}
         for capability in architectures:
             pdl = capability >= 90
-            for index in range(len(_units[pdl])):
-                future = pool.submit(_compile, pdl, index, capability)
-                pending[future] = (pdl, index, capability)
+            for index, (unit, default) in enumerate(_units[pdl]):
+                if args.only and unit.kernel.__name__ not in args.only:
+                    continue
+                line = {
+                    "kernel": unit.kernel.__name__, "arch": capability, "config": unit.text,
+                    "default": default, "estimate_bytes": unit.estimate_bytes,
+                    "limit_bytes": SHARED_LIMIT_BYTES[capability], "shared_bytes": None,
+                    "verdict": "excluded", "error": None,
+                }  # fmt: skip
+                lines.append(line)
+                # what tuning would not try there; a default runs everywhere, so it is compiled
+                if default or unit.estimate_bytes <= SHARED_LIMIT_BYTES[capability]:
+                    pending[pool.submit(_compile, pdl, index, capability)] = line
         for done, future in enumerate(as_completed(pending), 1):
-            pdl, index, capability = pending[future]
-            unit, default = _units[pdl][index]
+            line = pending[future]
             shared, error, took = future.result()
             seconds += took
-            name = unit.kernel.__name__
-            line = {
-                "kernel": name, "arch": capability, "config": unit.text, "default": default,
-                "shared_bytes": shared, "limit_bytes": SHARED_LIMIT_BYTES[capability],
-                "error": error or None,
-            }  # fmt: skip
-            lines.append(line)
-            largest[name, capability] = max(largest[name, capability], shared)
-            if error or (default and shared > SHARED_LIMIT_BYTES[capability]):
-                failed.append(line)
-            elif shared > SHARED_LIMIT_BYTES[capability]:
-                excluded.append(line)
+            line |= {"shared_bytes": shared, "error": error or None}
+            bound = min(line["limit_bytes"], line["estimate_bytes"])
+            line["verdict"] = "failed" if error or shared > bound else "compiled"
+            at = line["kernel"], line["arch"]
+            largest[at] = max(largest[at], shared)
             if done % 50 == 0:
                 print(f"{done}/{len(pending)} compiled", file=sys.stderr, flush=True)
     if args.json:
         args.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    _report(architectures, largest, excluded, failed, len(lines), seconds)
-    return 1 if failed else 0
+    _report(architectures, largest, lines, seconds)
+    return 1 if any(line["verdict"] == "failed" for line in lines) else 0
 
 
 def _report(
     architectures: list[int],
     largest: dict[tuple[str, int], int],
-    excluded: list[dict[str, Any]],
-    failed: list[dict[str, Any]],
-    count: int,
+    lines: list[dict[str, Any]],
     seconds: float,
 ) -> None:
     print("largest shared memory, KiB a block" + "".join(f"{f'sm_{a}':>9}" for a in architectures))
     for name in sorted({name for name, _ in largest}):
         cells = "".join(f"{largest[name, a] / 1024:9.1f}" for a in architectures)
         print(f"{name:<34}{cells}")
-    for title, found in (("excluded (needs too much)", excluded), ("FAILED", failed)):
-        for line in found:
-            print(
-                f"{title}: sm_{line['arch']} {line['kernel']} {line['config']}: "
-                f"{line['error'] or str(line['shared_bytes']) + ' bytes'}"
-            )
+    for line in lines:
+        if line["verdict"] == "compiled":
+            continue
+        reason = line["error"] or (
+            f"needs {line['shared_bytes']} bytes, at most {line['estimate_bytes']} estimated, "
+            f"{line['limit_bytes']} allowed"
+        )
+        print(f"{line['verdict']}: sm_{line['arch']} {line['kernel']} {line['config']}: {reason}")
+    count = {
+        v: sum(line["verdict"] == v for line in lines) for v in ("compiled", "excluded", "failed")
+    }
     print(
-        f"{count} compilations, {len(excluded)} excluded, {len(failed)} failed, "
+        f"{count['compiled']} compiled, {count['excluded']} excluded, {count['failed']} failed, "
         f"{seconds:.0f} s of compiling"
     )
 

@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.launch import Launch
+from kernels.shared_memory import estimate
 
 #: compute capability -> shared memory a block may use, bytes (CUDA C++ programming guide, technical
 #: specifications per compute capability)
@@ -34,6 +35,8 @@ _TYPES = {
     torch.uint8: "u8",
     torch.bool: "i1",
 }
+#: arguments whose type is the model's
+_WEIGHTS = ("weight", "gate_up", "down", "k_cache")
 _OPTIONS = ("num_warps", "launch_pdl")
 
 
@@ -53,6 +56,13 @@ class Unit:
         return (
             self.kernel.__name__, self.signature, self.constants, self.divisible, self.options
         )  # fmt: skip
+
+    @property
+    def estimate_bytes(self) -> int:
+        """Upper bound of the shared memory it needs."""
+        blocks = {name: value for name, value in self.constants if type(value) is int}
+        wide = any(kind == "*fp32" for name, kind in self.signature if name in _WEIGHTS)
+        return estimate(self.kernel.__name__, blocks, 4 if wide else 2)
 
     @property
     def text(self) -> str:

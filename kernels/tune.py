@@ -23,6 +23,7 @@ from kernels import moe_down, moe_gate_up, tuning
 from kernels.catalog import MIXTRAL_8X7B_TP8, QWEN3_30B_A3B, Case, Dims, layer_cases
 from kernels.compile_all import candidates_for
 from kernels.opset import opset
+from kernels.shared_memory import fitting
 from kernels.timing import Timing, relative_error, rotated_inputs, time_case
 
 MODELS = {dims.name: dims for dims in (QWEN3_30B_A3B, MIXTRAL_8X7B_TP8)}
@@ -60,6 +61,12 @@ def _force(
         stack.enter_context(tuning.forced("moe_down", second))
 
 
+def _candidates(op: str, dims: Dims, size: tuple[int, int]) -> list[tuning.Config]:
+    """What this GPU has the shared memory for."""
+    limit = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    return fitting(op, candidates_for(op, dims, *size), limit, 2, dims.head_size, dims.experts)
+
+
 def _warm(model: str, size: tuple[int, int], context: int, name: str, jobs: list) -> None:
     """In a worker: run each configuration once, which compiles it into Triton's disk cache."""
     device = torch.device("cuda")
@@ -87,7 +94,7 @@ def tune_case(
     found: dict[str, tuple[tuning.Config, Timing]] = {}
     for op in case.tuned:
         trials: list[tuple[Timing, tuning.Config, str]] = []
-        for config in candidates_for(op, dims, *size):
+        for config in _candidates(op, dims, size):
             try:
                 with ExitStack() as stack:
                     _force(stack, op, config, best)
@@ -140,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
             waiting = []
             for size, case in work:
-                jobs = [(op, c) for op in case.tuned for c in candidates_for(op, dims, *size)]
+                jobs = [(op, c) for op in case.tuned for c in _candidates(op, dims, size)]
                 for part in range(0, len(jobs), 4):
                     waiting.append(
                         pool.submit(

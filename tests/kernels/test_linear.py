@@ -1,0 +1,116 @@
+"""Linear layers with the norm in front or the addition behind, and the head's argmax."""
+
+import pytest
+import torch
+
+from kernels import tuning
+from kernels.opset import opset
+from tests.kernels.helpers import TRITON, assert_same, randn
+
+EPS = 1e-6
+SHAPES = [(1, 50, 200), (3, 50, 200), (17, 33, 96), (1, 7, 4100)]
+
+
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), SHAPES)
+def test_norm_linear_equals_reference(
+    device: torch.device, dtype: torch.dtype, tokens: int, outputs: int, inputs: int
+) -> None:
+    x, norm = randn(device, dtype, tokens, inputs), randn(device, dtype, inputs)
+    weight = randn(device, dtype, outputs, inputs, scale=inputs**-0.5)
+    assert_same("norm_linear", x, norm, EPS, weight)
+
+
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), SHAPES[:2])
+def test_add_norm_linear_equals_reference(
+    device: torch.device, dtype: torch.dtype, tokens: int, outputs: int, inputs: int
+) -> None:
+    x = (torch.randint(-32, 32, (tokens, inputs)) / 16).to(device, dtype)
+    weight = randn(device, dtype, outputs, inputs, scale=inputs**-0.5)
+    norm = randn(device, dtype, inputs)
+    assert_same("add_norm_linear", x, x.flip(0).contiguous(), norm, EPS, weight)
+
+
+@pytest.mark.parametrize("with_residual", [True, False], ids=["residual", "none"])
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), SHAPES)
+def test_linear_add_equals_reference(
+    device: torch.device,
+    dtype: torch.dtype,
+    with_residual: bool,
+    tokens: int,
+    outputs: int,
+    inputs: int,
+) -> None:
+    x = randn(device, dtype, tokens, inputs)
+    weight = randn(device, dtype, outputs, inputs, scale=inputs**-0.5)
+    residual = randn(device, dtype, tokens, outputs) if with_residual else None
+    assert_same("linear_add", x, weight, residual)
+
+
+@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_every_split_over_the_inputs_gives_the_same(
+    device: torch.device, split: int, tokens: int
+) -> None:
+    config = {
+        "vector": 0, "block_t": 16, "block_o": 16, "block_k": 32, "split_k": split, "stages": 2,
+        "num_warps": 2,
+    }  # fmt: skip
+    x, norm = randn(device, torch.float32, tokens, 200), randn(device, torch.float32, 200)
+    weight = randn(device, torch.float32, 40, 200, scale=0.1)
+    with tuning.forced("norm_linear", config):
+        assert_same("norm_linear", x, norm, EPS, weight)
+        # again: the counters of the first call must be back at zero
+        assert_same("add_norm_linear", x, x.clone(), norm, EPS, weight)
+
+
+def test_linear_add_may_write_over_its_residual(device: torch.device) -> None:
+    x, weight = randn(device, torch.float32, 3, 64), randn(device, torch.float32, 48, 64)
+    stream = randn(device, torch.float32, 3, 48)
+    wanted = opset("reference").linear_add(x, weight, stream)
+    got = TRITON.linear_add(x, weight, stream, stream)
+    assert got.data_ptr() == stream.data_ptr()
+    torch.testing.assert_close(stream, wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_argmax_of_the_head_equals_reference(
+    device: torch.device, dtype: torch.dtype, tokens: int
+) -> None:
+    x, norm = randn(device, dtype, tokens, 64), randn(device, dtype, 64)
+    weight = randn(device, dtype, 333, 64, scale=0.1)
+    # far-apart winners: near-ties are not what this is about
+    for t in range(tokens):
+        weight[100 * t + 7] = 3 * (x[t].float() * norm.float()).to(dtype) / x[t].float().norm()
+    token, logit = TRITON.norm_linear_argmax(x, norm, EPS, weight)
+    wanted_token, wanted_logit = opset("reference").norm_linear_argmax(x, norm, EPS, weight)
+    assert torch.equal(token, wanted_token)
+    torch.testing.assert_close(logit, wanted_logit, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_the_first_of_equal_logits_wins(device: torch.device, tokens: int) -> None:
+    x, norm = torch.ones(tokens, 32, device=device), torch.ones(32, device=device)
+    weight = torch.zeros(100, 32, device=device)
+    weight[[41, 42, 97]] = 1.0
+    token, _ = TRITON.norm_linear_argmax(x, norm, EPS, weight)
+    assert token.tolist() == [41] * tokens
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "message"),
+    [
+        pytest.param(torch.zeros(1, 8), torch.zeros(4, 9), "9 columns, x has 8", id="columns"),
+        pytest.param(
+            torch.zeros(1, 8),
+            torch.zeros(4, 8, dtype=torch.bfloat16),
+            "must be the same",
+            id="type",
+        ),
+        pytest.param(torch.zeros(8, 2).T, torch.zeros(4, 8), "contiguous", id="strides"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(
+    x: torch.Tensor, weight: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        TRITON.linear_add(x, weight, None)

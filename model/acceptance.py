@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from model.observations import AcceptanceCounts, AcceptLength
 from model.spec import Interval, Knobs
-from model.tree import dynamic_accept_lengths, dynamic_tree
+from model.tree import best_tree_accept_lengths, dynamic_accept_lengths, dynamic_tree
 
 Array = NDArray[Any]
 
@@ -151,6 +151,15 @@ class AcceptanceModel:
         tau_S = self.accept_length_samples(knobs.steps, knobs.topk, knobs.draft_tokens)
         low, median, high = np.quantile(tau_S, [0.05, 0.5, 0.95])
         return Interval(float(median), float(low), float(high))
+
+    def best_tree(self, draft_tokens: int, steps: int = MAX_DEPTHS) -> float:
+        """The most any tree of ``draft_tokens`` nodes (root included) and this depth can emit.
+
+        A bound for every topk: Sequoia's dynamic programme over the median rates.
+        """
+        if not 1 <= steps <= MAX_DEPTHS:
+            raise ValueError(f"steps {steps} must be in 1..{MAX_DEPTHS}")
+        return float(best_tree_accept_lengths(self.rates()[:steps], draft_tokens)[draft_tokens])
 
     @cached_property
     def _table(self) -> dict[tuple[int, int], Array]:

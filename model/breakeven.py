@@ -1,9 +1,12 @@
 """Bounds and break-even: speed of light per term, and what speculation needs to pay."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from model.collectives import CollectiveKey
 from model.compute import Device
 from model.formats import bytes_per_weight
 from model.routing import uniform_experts
@@ -68,9 +71,42 @@ def speed_of_light_ms(
     return terms
 
 
-def inert_knobs(step: StepModel, knobs: Knobs) -> tuple[Inert, ...]:
-    """Knobs that cannot change the outcome here, each with its reason."""
+#: NCCL knob -> field of ``CollectiveKey`` and its unset value
+_NCCL_FIELDS: Mapping[str, tuple[str, str | None]] = {
+    "nccl.algo": ("algo", "auto"),
+    "nccl.proto": ("proto", "auto"),
+    "nccl.min_channels": ("min_channels", None),
+    "nccl.max_channels": ("max_channels", None),
+    "nccl.buffsize": ("buffsize_bytes", None),
+    "nccl.nthreads": ("nthreads", None),
+    "nccl.p2p_level": ("p2p_level", "auto"),
+}
+
+
+def inert_nccl(step: StepModel, knobs: Knobs, workload: Workload) -> list[Inert]:
+    """NCCL knobs without which NCCL runs the very same all-reduces in this step."""
+    key = CollectiveKey.of(knobs)
+    if key.tp == 1 or key.backend != "nccl" or step.collectives.problem(key) is not None:
+        return []
+    tree = (knobs.method, knobs.steps, knobs.topk, knobs.draft_tokens)
+    sizes = step.message_sizes([tree], workload.concurrency)
     found = []
+    for name, (attribute, unset) in _NCCL_FIELDS.items():
+        if getattr(key, attribute) == unset:
+            continue
+        change: dict[str, Any] = {attribute: unset}
+        without = replace(key, **change)
+        same = step.collectives.classes([key, without], sizes)
+        if same[0] == same[1]:
+            found.append(
+                Inert(name, "NCCL runs the same all-reduce without it at every size of this step")
+            )
+    return found
+
+
+def inert_knobs(step: StepModel, knobs: Knobs, workload: Workload) -> tuple[Inert, ...]:
+    """Knobs that cannot change the outcome here, each with its reason."""
+    found = inert_nccl(step, knobs, workload)
     if step.machine.gpu is None:
         for name in ("decode", "draft", "verify", "extend"):
             if getattr(knobs, f"graph_{name}"):

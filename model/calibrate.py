@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.calibration import Calibration
-from model.collectives import Route
+from model.collectives import CollectiveTimes, Route
 from model.constants import as_mapping, from_scale
+from model.machine import Machine
 from model.nccl.settings import NcclSettings
 from model.observations import AllreduceObservation, Observation, TermObservation
 from model.robust import Fit, robust_map
@@ -23,22 +24,30 @@ _TERM_FLOOR = 0.03
 #: pseudo-observations behind the priors of the residual and of the slow mode's share
 _PRIOR_WEIGHT = 4.0
 _MODE_ROUNDS = 3
+#: spread of a probe row, relative
+_PROBE_SD = 0.05
 
 
 def calibrate(
-    calibration: Calibration, observations: Sequence[Observation], step: StepModel
+    calibration: Calibration,
+    observations: Sequence[Observation],
+    step: StepModel | None,
+    collectives: CollectiveTimes | None = None,
 ) -> Calibration:
     """The calibration after these observations (``AcceptanceCounts`` are for ``AcceptanceModel``).
 
     Repeats of one (knobs, workload, term) are one group: their spread counts, but n repeats of
     one knobs never make its formula exact. Launch-bound groups are read in the host mode, fast or
-    slow, that fits them better. Raises ``ValueError`` for a term its knobs do not have.
+    slow, that fits them better. All-reduce rows alone need no ``step`` but ``collectives``.
+    Raises ``ValueError`` for a term its knobs do not have, or when the step is missing.
     """
     terms = [o for o in observations if isinstance(o, TermObservation)]
     reduces = [o for o in observations if isinstance(o, AllreduceObservation)]
     if not terms and not reduces:
         return calibration
-    data = _Data(step, calibration, terms, reduces)
+    if step is None and (terms or collectives is None):
+        raise ValueError("terms need the step model, all-reduce rows the machine's collectives")
+    data = _Data(step, collectives, calibration, terms, reduces)
     x = calibration.x.copy()
     modes = data.nearest_modes(x)
     told = _told(calibration, data, modes)
@@ -100,12 +109,14 @@ class _Data:
 
     def __init__(
         self,
-        step: StepModel,
+        step: StepModel | None,
+        collectives: CollectiveTimes | None,
         calibration: Calibration,
         terms: Sequence[TermObservation],
         reduces: Sequence[AllreduceObservation],
     ) -> None:
         self._step, self._constants = step, calibration.constants
+        self._collectives = collectives if step is None else step.collectives
         groups: dict[tuple[int, str], list[TermObservation]] = defaultdict(list)
         pairs: dict[tuple[object, object], int] = {}
         for o in terms:
@@ -140,6 +151,7 @@ class _Data:
         c = as_mapping(self._constants, x_DK)
         table = np.zeros((len(x_DK), len(self._groups)))
         if self._rows is not None:
+            assert self._step is not None
             need_slow = slow_N[: len(self._groups)].any()
             fast = self._step.terms_ms(self._rows, c, False)
             slow = self._step.terms_ms(self._rows, c, True) if need_slow else fast
@@ -162,16 +174,21 @@ class _Data:
         ]
         sizes = [o.size_bytes for o in self._reduces]
         graphed = [o.graphed for o in self._reduces]
-        return self._step.collectives.observed_us(routes, sizes, graphed, c)
+        assert self._collectives is not None
+        return self._collectives.observed_us(routes, sizes, graphed, c)
+
+    def modes(self, x: Array) -> tuple[Array, Array]:
+        """Predictions in the host's fast and slow mode, [N] each."""
+        none = np.zeros(self.values.size, dtype=bool)
+        return self.predict(x[None], none)[0], self.predict(x[None], ~none)[0]
 
     def nearest_modes(self, x: Array) -> NDArray[np.bool_]:
         """Which groups the slow host mode fits better (False where the modes agree)."""
-        none = np.zeros(self.values.size, dtype=bool)
-        fast = np.log(self.predict(x[None], none)[0])
-        slow = np.log(self.predict(x[None], ~none)[0])
+        fast, slow = (np.log(v) for v in self.modes(x))
         value = np.log(self.values)
-        result: NDArray[np.bool_] = np.abs(value - slow) + 1e-9 < np.abs(value - fast)
-        return result
+        # the fast mode is the rule: a slow reading must explain the value clearly better
+        margin = 0.25 * np.abs(slow - fast) + 1e-9
+        return np.asarray(np.abs(value - slow) + margin < np.abs(value - fast))
 
     def discrepancy(self, prior: float, x: Array, slow_N: NDArray[np.bool_]) -> float:
         """Relative residual of whole rows, shrunk towards the prior."""
@@ -195,8 +212,7 @@ class _Data:
 
     def slow_share(self, prior: float, x: Array, slow_N: NDArray[np.bool_]) -> float:
         """Share of launch-bound rows seen in the slow mode, shrunk towards the prior."""
-        none = np.zeros(self.values.size, dtype=bool)
-        fast, slow = self.predict(x[None], none)[0], self.predict(x[None], ~none)[0]
+        fast, slow = self.modes(x)
         rows = {
             row: bool(slow_N[n])
             for n, (row, _, _) in enumerate(self._groups)
@@ -220,3 +236,25 @@ def _source_terms(term: str, speculative: bool) -> tuple[str, ...]:
     if term in ("verify", "decode"):
         return whole
     return (f"target.{sub}",) if sub else (term,)
+
+
+def probed_rows(machine: Machine) -> list[AllreduceObservation]:
+    """The all-reduces that ``autotune probe`` measured on this machine."""
+    return [
+        AllreduceObservation(
+            backend=row.backend,
+            num_ranks=row.num_ranks,
+            size_bytes=row.size_bytes,
+            graphed=row.mode == "graph",
+            time_us=row.time_us,
+            rel_sd=_PROBE_SD,
+            environment=row.env,
+            source=f"probe of {machine.name}",
+        )
+        for row in machine.measured.allreduce
+    ]
+
+
+def with_probe(calibration: Calibration, machine: Machine) -> Calibration:
+    """The calibration updated by the all-reduces that the machine's probe measured."""
+    return calibrate(calibration, probed_rows(machine), None, CollectiveTimes(machine))

@@ -145,12 +145,18 @@ class Calibration:
 
 
 def default_calibration(machine: Machine) -> Calibration:
-    """Priors for this machine, its probe rows used where it has them."""
+    """Priors for this machine; what its probe measured is used where it has it."""
     constants = (*default_constants(machine), *allreduce_constants(machine))
-    return Calibration(
+    calibration = Calibration(
         constants=constants,
         covariance=np.diag([c.prior_sd**2 for c in constants]),
         parent=None,
         used=(),
         machine_fingerprint=machine.fingerprint,
     )
+    if not machine.measured.allreduce:
+        return calibration
+    # only a probed machine needs the fit, and the fit needs this module
+    from model.calibrate import with_probe
+
+    return with_probe(calibration, machine)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from model.allreduce.analytic import eager_us, time_us
 from model.allreduce.constants import ALL_SPECS, PREFIX
 from model.allreduce.design import Design, nccl_design
-from model.allreduce.model import Setup, allreduce_design, nccl_setup
+from model.allreduce.model import BACKENDS, Setup, allreduce_design, nccl_setup
 from model.constants import Constant
 from model.machine import Machine
 from model.nccl.settings import NcclSettings
@@ -124,7 +124,7 @@ class CollectiveTimes:
         self._row_of: dict[tuple[object, ...], int] = {}
         self._signatures: dict[tuple[CollectiveKey, tuple[int, ...]], tuple[int, ...]] = {}
         self._designs: list[Design] = []
-        self._calls: dict[tuple[object, object], tuple[Design | None, int, Array]] = {}
+        self._calls: dict[object, tuple[list[tuple[Array, Design]], int, Array]] = {}
 
     def problem(self, key: CollectiveKey) -> str | None:
         """Why these settings cannot run here, or None."""
@@ -211,22 +211,21 @@ class CollectiveTimes:
             if len(self._calls) > _MOST_CALLS:
                 self._calls.clear()
             self._calls[call] = self._rows(routes, sizes)
-        design, used, inverse = self._calls[call]
-        num_draws = max(np.shape(value)[0] if np.ndim(value) else 1 for value in c.values())
+        parts, used, inverse = self._calls[call]
+        num_draws = len(c["skew_us"])
         table = np.zeros((num_draws, used))
-        if design is not None:
-            start = used - len(design)
-            for kind in ("nccl", "gloo", "one_shot", "two_shot"):
-                rows = np.flatnonzero(getattr(design, kind))
-                if rows.size:
-                    table[:, start + rows] = time_us(design.take(rows), c)
+        for rows, design in parts:
+            table[:, rows] = time_us(design, c)
         result: Array = table[:, inverse]
         return result
 
     def _rows(
         self, routes: Sequence[Route | None], sizes: Sequence[int]
-    ) -> tuple[Design | None, int, Array]:
-        """(distinct collectives, how many distinct entries with "alone", entry of each row)."""
+    ) -> tuple[list[tuple[Array, Design]], int, Array]:
+        """(distinct collectives by backend with their entries, number of entries, entry by row).
+
+        An entry without a collective is a lone rank.
+        """
         index = np.array(
             [
                 -1 if r is None else self._indices(r, [s])[0]
@@ -234,8 +233,15 @@ class CollectiveTimes:
             ]
         )
         used, inverse = np.unique(index, return_inverse=True)
-        rows = used[used >= 0]
-        return (self._all().take(rows) if rows.size else None), int(used.size), inverse
+        start = int((used < 0).sum())
+        parts = []
+        if used.size > start:
+            design = self._all().take(used[start:])
+            for kind in BACKENDS:
+                rows = np.flatnonzero(getattr(design, kind))
+                if rows.size:
+                    parts.append((start + rows, design.take(rows)))
+        return parts, int(used.size), inverse
 
     def _all(self) -> Design:
         if len(self._designs) > 1:

@@ -45,7 +45,8 @@ def probes(calibration: Calibration) -> Constants:
 def log_sd(values_DU: Array, calibration: Calibration) -> Array:
     """Standard deviation of the log of each column from the constants' covariance."""
     base = np.maximum(values_DU[0], 1e-12)
-    gradient = (values_DU[1:] / base - 1.0) / DELTA
+    # a term that is not there (one rank's all-reduce) has no uncertainty
+    gradient = np.where(values_DU[0] > 1e-12, (values_DU[1:] / base - 1.0) / DELTA, 0.0)
     spread = _root(calibration).T @ gradient
     result: Array = np.sqrt(np.einsum("ku,ku->u", spread, spread))
     return result

@@ -31,6 +31,11 @@ from model.step import SUB_TERMS, StepModel, StepRows
 
 Array = NDArray[Any]
 
+_COLD = (
+    "weights are read cold from DRAM: the L2 residency that speeds up stand-alone MoE benchmarks "
+    "is zero inside a step of many layers",
+)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PredictionArray:
@@ -115,7 +120,8 @@ class Predictor:
             memory_gib_per_gpu=float(memory[0]),
             feasible=reason is None,
             infeasible_reason=reason,
-            inert=self.inert(knobs),
+            inert=self.inert(knobs, workload),
+            notes=_COLD if self.target.moe_layers and self.step.device(1).is_gpu else (),
         )
 
     def verify_ms(self, knobs: Knobs, workload: Workload) -> Interval:
@@ -187,9 +193,9 @@ class Predictor:
         counts = [o for o in observations if isinstance(o, AcceptanceCounts | AcceptLength)]
         return replace(self, calibration=calibration, acceptance=self.acceptance.update(counts))
 
-    def inert(self, knobs: Knobs) -> tuple[Inert, ...]:
+    def inert(self, knobs: Knobs, workload: Workload) -> tuple[Inert, ...]:
         """Knobs that cannot change the outcome here, each with the reason."""
-        return breakeven.inert_knobs(self.step, knobs)
+        return breakeven.inert_knobs(self.step, knobs, workload)
 
     def _check(self, speculative: bool) -> None:
         if speculative and self.draft is None:

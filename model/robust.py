@@ -67,7 +67,7 @@ def robust_map(
             x, log_DN, current = x + step, trial_DN, trial
             residual = log_observed - log_DN[0]
             damping = max(damping / 5, 1e-9)
-            if gain < 1e-6 * max(1.0, current):
+            if gain < 1e-4 * max(1.0, current):
                 break
         else:
             damping *= 8

@@ -248,3 +248,5 @@ class Prediction:
     feasible: bool
     infeasible_reason: str | None = None
     inert: tuple[Inert, ...] = field(default=())
+    #: what a reader must know to compare these numbers with others
+    notes: tuple[str, ...] = field(default=())

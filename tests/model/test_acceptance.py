@@ -76,6 +76,14 @@ def test_no_draft_tree_beats_the_best_tree_of_its_size() -> None:
             assert lengths[nodes - 1] <= bound[nodes] + 1e-9
 
 
+def test_the_models_bound_holds_for_its_own_trees() -> None:
+    model = AcceptanceModel.prior()
+    for steps, topk, tokens in ((3, 1, 4), (4, 4, 12), (6, 8, 32)):
+        lengths = dynamic_accept_lengths(model.rates()[None], steps, topk)[0]
+        assert lengths[tokens - 1] <= model.best_tree(tokens, steps) + 1e-9
+    assert model.best_tree(1) == 1.0
+
+
 def test_a_kept_node_always_has_its_parent() -> None:
     tree = dynamic_tree(AcceptanceModel.prior().rates(), 4, 3)
     for size in (4, 8, 16):

@@ -126,7 +126,5 @@ def test_a_draft_of_another_target_is_refused() -> None:
         pytest.param(None, "bf16"),
     ],
 )
-def test_quantisation_is_read_from_its_spellings(
-    config: dict[str, Any] | None, want: str
-) -> None:
+def test_quantisation_is_read_from_its_spellings(config: dict[str, Any] | None, want: str) -> None:
     assert format_from_hf(config, "bfloat16") == want

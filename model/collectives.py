@@ -212,7 +212,7 @@ class CollectiveTimes:
                 self._calls.clear()
             self._calls[call] = self._rows(routes, sizes)
         parts, used, inverse = self._calls[call]
-        num_draws = len(c["skew_us"])
+        num_draws = len(c[PREFIX + "call_us"])
         table = np.zeros((num_draws, used))
         for rows, design in parts:
             table[:, rows] = time_us(design, c)

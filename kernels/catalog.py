@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from kernels.linear import norm_linear_ref
+from kernels.norm import rms_norm_ref
 from kernels.opset import OpSet
 
 Inputs = dict[str, Any]
@@ -54,7 +56,8 @@ class Case:
     ``make(device, dtype)`` builds inputs (random, no synchronisation), ``run(ops, inputs)`` calls
     the op, ``weights`` names the inputs to rotate for a cold L2, ``min_bytes(inputs)`` is what
     must move at least (weights touched and cache rows read). ``tuned`` names the ops of the
-    configuration cache that take part.
+    configuration cache that take part. ``check(inputs, outputs)`` gives a relative error where
+    comparing with the reference's outputs would not do (a near-tie may be decided either way).
     """
 
     name: str
@@ -63,6 +66,7 @@ class Case:
     run: Callable[[OpSet, Inputs], Any]
     weights: tuple[str, ...]
     min_bytes: Callable[[Inputs], int]
+    check: Callable[[Inputs, Any], float] | None = None
 
 
 def _bytes(*tensors: torch.Tensor) -> int:
@@ -80,6 +84,28 @@ def _randn(
 def touched_experts(expert_TK: torch.Tensor) -> int:
     """Distinct experts a routing touches."""
     return int(expert_TK.unique().numel())
+
+
+def _route_error(inputs: Inputs, outputs: Any) -> float:
+    """The chosen experts' weights are theirs, and none left out is clearly better."""
+    weight, expert = outputs
+    x = rms_norm_ref(inputs["x"], inputs["norm"], 1e-6).float()
+    probability = (x @ inputs["w"].float().T).softmax(-1)
+    chosen = probability.gather(1, expert)
+    wanted = chosen / chosen.sum(-1, keepdim=True)
+    last = probability.topk(expert.shape[1], dim=-1).values[:, -1]
+    missed = ((last - chosen.amin(1)) / last).max()
+    return float(torch.maximum((wanted - weight).abs().max(), missed))
+
+
+def _argmax_error(inputs: Inputs, outputs: Any) -> float:
+    """The logit is the token's, and no other is clearly larger."""
+    token, value = outputs
+    logits = norm_linear_ref(inputs["x"], inputs["norm"], 1e-6, inputs["w"]).float()
+    at_token = logits.gather(1, token[:, None])[:, 0]
+    best = logits.amax(-1)
+    error = torch.maximum((at_token - value).abs(), best - at_token)
+    return float((error / best.abs()).max())
 
 
 def layer_cases(dims: Dims, num_sequences: int, num_tokens: int, context: int) -> list[Case]:
@@ -159,6 +185,7 @@ def layer_cases(dims: Dims, num_sequences: int, num_tokens: int, context: int) -
             run=lambda ops, i: ops.norm_route(i["x"], i["norm"], eps, i["w"], dims.top_k),
             weights=("w",),
             min_bytes=lambda i: _bytes(i["w"]),
+            check=_route_error,
         ),
         Case(
             name="norm_moe_add",
@@ -185,6 +212,7 @@ def layer_cases(dims: Dims, num_sequences: int, num_tokens: int, context: int) -
             run=lambda ops, i: ops.norm_linear_argmax(i["x"], i["norm"], eps, i["w"]),
             weights=("w",),
             min_bytes=lambda i: _bytes(i["w"]),
+            check=_argmax_error,
         ),
     ]
     if rows > 64:

@@ -104,7 +104,11 @@ def check_aspm(facts: Facts) -> Iterator[Finding]:
 def _gpu_link(facts: Facts, gpu: SmiGpu) -> Finding:
     """A GPU's link as the driver, sysfs or lspci (in this order) shows it."""
     now, most = gpu.link, gpu.link_max
-    source = "nvidia-smi"
+    source, idle = "nvidia-smi", gpu.idle
+    if isinstance(facts.smi_load, SmiLog):
+        busy = next((g for g in facts.smi_load.gpus if g.address == gpu.address), None)
+        if busy is not None and busy.link is not None:
+            now, source, idle = busy.link, "nvidia-smi, while copying", False
     if (now is None or most is None) and isinstance(facts.system, SystemFacts):
         device = facts.system.pci.get(gpu.address)
         if device is not None:
@@ -121,9 +125,9 @@ def _gpu_link(facts: Facts, gpu: SmiGpu) -> Finding:
         return missing.unknown("pcie-link", gpu.title, "generation and width")
     card = gpu.gen_max_device
     hint = ""
-    if card is not None and gpu.gen_max_host is not None and gpu.gen_max_host < card:
+    if card is not None and gpu.gen_max_host and gpu.gen_max_host < card:
         hint = f"; the card can Gen{card}, its port Gen{gpu.gen_max_host} at most"
-    return _judge(gpu.title, now, most, idle=gpu.idle, source=source, hint=hint)
+    return _judge(gpu.title, now, most, idle=idle, source=source, hint=hint)
 
 
 def _judge(
@@ -153,7 +157,8 @@ def _judge(
             return finding(
                 "unknown",
                 f"{now} now, {most} is possible; {why}, and an idle GPU lowers its link on purpose",
-                "run the doctor again while the GPU works",
+                "run the doctor again while the GPU works (where torch has CUDA it makes the GPU "
+                "work by itself)",
             )
         return finding("error", f"runs at {now}, {most} is possible: {rate}", _SLOW_FIX)
     if hint:

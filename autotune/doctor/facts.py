@@ -21,6 +21,8 @@ class Facts:
 
     pci: PciTree | Missing
     smi: SmiLog | Missing
+    #: the same while every GPU copies; taken only where an idle GPU had lowered its link
+    smi_load: SmiLog | Missing
     topo: TopoMatrix | Missing
     p2p: TopoMatrix | Missing
     kernel: KernelLine | Missing
@@ -88,6 +90,7 @@ def parse(recording: Recording) -> Facts:
     return Facts(
         pci=one("lspci", _listing),
         smi=one("smi", parse_smi),
+        smi_load=one("smi_load", parse_smi),
         topo=one("topo", parse_topo),
         p2p=one("p2p", parse_topo),
         kernel=one("cmdline", parse_kernel_line),

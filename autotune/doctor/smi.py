@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 from xml.etree.ElementTree import Element, ParseError, XMLPullParser
 
-from autotune.doctor.lspci import LinkRate, full_address
+from autotune.doctor.lspci import GENERATIONS, LinkRate, full_address
 
 _NUMBER = re.compile(r"^-?\d+(?:\.\d+)?")
 _REASON_PREFIXES = ("clocks_event_reason_", "clocks_throttle_reason_")
@@ -147,7 +147,7 @@ def _gpu(index: int, gpu: Element) -> SmiGpu:
     power = ("gpu_power_readings", "power_readings")
     return SmiGpu(
         index=index,
-        address=full_address(get("pci/pci_bus_id") or gpu.get("id") or "0:0"),
+        address=_address(get("pci/pci_bus_id") or gpu.get("id") or ""),
         name=get("product_name") or "unknown GPU",
         uuid=get("uuid") or "",
         persistence=_switch(get("persistence_mode")),
@@ -219,8 +219,17 @@ def _processes(block: Element | None) -> tuple[GpuProcess, ...] | None:
     return tuple(found)
 
 
+def _address(text: str) -> str:
+    """The full PCI address; other texts (a UUID as id) stay as they are."""
+    parts = re.fullmatch(r"(?:[0-9A-Fa-f]{4,8}:)?[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]", text)
+    return full_address(text) if parts else text or "address not shown"
+
+
 def _link(gen: float | None, width: float | None) -> LinkRate | None:
-    return None if gen is None or width is None else LinkRate(int(gen), int(width))
+    # some virtualised drivers answer 0
+    if gen is None or width is None or int(gen) not in GENERATIONS.values():
+        return None
+    return LinkRate(int(gen), int(width))
 
 
 def _addressing(text: str | None) -> str | None:

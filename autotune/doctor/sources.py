@@ -7,11 +7,12 @@ Every text has a fixed file name, so that ``autotune doctor --save FOLDER`` on o
 
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune.doctor.findings import Missing
+from autotune.doctor.load import Answer, RunTool, link_under_load
 from autotune.doctor.system import host_facts, package_facts
 from autotune.errors import UserError
 
@@ -42,6 +43,13 @@ RECORDED: Mapping[str, Source] = {
         "sudo lspci -vvD > lspci-vv.txt",
         ("lspci*",),
         "apt-get install pciutils, then run as root",
+    ),
+    "smi_load": Source(
+        "nvidia-smi-load.xml",
+        None,
+        "nvidia-smi -q -x > nvidia-smi-load.xml (while the GPUs work)",
+        (),
+        "run the GPUs while recording",
     ),
     "smi": Source(
         "nvidia-smi.xml",
@@ -101,19 +109,12 @@ class Recording:
             folder.mkdir(parents=True, exist_ok=True)
             for name, text in self.texts.items():
                 (folder / RECORDED[name].file).write_text(text, encoding="utf-8")
+            for name, why in self.missing.items():
+                # what the tool said instead is evidence as well
+                if RECORDED[name].command is not None:
+                    (folder / RECORDED[name].file).write_text(why.reason + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"--save {folder}: {error.strerror}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a command printed, or why there is nothing."""
-
-    text: str | None
-    problem: str = ""
-
-
-RunTool = Callable[[Sequence[str]], Answer]
 
 
 def run_tool(command: Sequence[str]) -> Answer:
@@ -161,6 +162,11 @@ def record_host(run: RunTool = run_tool) -> Recording:
         missing["cmdline"] = Missing(f"/proc/cmdline: {error.strerror}", RECORDED["cmdline"].fix)
     texts["system"] = host_facts()
     texts["packages"] = package_facts()
+    answer = link_under_load(texts.get("smi"), texts["packages"], run)
+    if answer.text is None:
+        missing["smi_load"] = Missing(answer.problem)
+    else:
+        texts["smi_load"] = answer.text
     return Recording(texts, missing, "this host", live=True)
 
 

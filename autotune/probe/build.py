@@ -18,7 +18,13 @@ from autotune.doctor.smi import SmiLog
 from autotune.doctor.sources import record_host
 from autotune.doctor.topo import TopoMatrix
 from autotune.errors import AutotuneError
-from autotune.probe.host_graph import GpuPlace, gpu_topology, place_of, sockets_of_nodes
+from autotune.probe.host_graph import (
+    PCI_DEVICES,
+    GpuPlace,
+    gpu_topology,
+    place_of,
+    sockets_of_nodes,
+)
 from autotune.probe.timings import Device, Timings
 from model.machine import Machine
 
@@ -26,8 +32,18 @@ from model.machine import Machine
 _UNTIMED_MEMORY_GB_PER_S = 10.0
 
 
-def build_machine(timings: Timings, device: Device, name: str | None = None) -> Machine:
-    """This host with what was timed. Raises ``AutotuneError`` when a GPU can't be placed."""
+def build_machine(
+    timings: Timings,
+    device: Device,
+    name: str | None = None,
+    *,
+    facts: Facts | None = None,
+    devices: Path = PCI_DEVICES,
+) -> Machine:
+    """This host with what was timed. Raises ``AutotuneError`` when a GPU can't be placed.
+
+    ``facts``: what the doctor read of this host (read now without). ``devices``: its PCI devices.
+    """
     date = datetime.now(UTC).date().isoformat()
     sockets = max(1, len(set(sockets_of_nodes().values())))
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
@@ -47,8 +63,8 @@ def build_machine(timings: Timings, device: Device, name: str | None = None) -> 
         "sources": _sources(timings, device, date),
     }
     if device == "cuda":
-        facts = parse(record_host())
-        values |= _gpu_part(timings, facts, sockets, memory)
+        facts = facts or parse(record_host())
+        values |= _gpu_part(timings, facts, devices, sockets, memory)
         values["software"] |= _software(facts)
     else:
         values["topology"] = gpu_topology(
@@ -57,7 +73,9 @@ def build_machine(timings: Timings, device: Device, name: str | None = None) -> 
     return Machine.from_dict(values, where="probe of this host")
 
 
-def _gpu_part(timings: Timings, facts: Facts, sockets: int, memory: float) -> dict[str, Any]:
+def _gpu_part(
+    timings: Timings, facts: Facts, devices: Path, sockets: int, memory: float
+) -> dict[str, Any]:
     if not timings.gpus:
         why = timings.skipped.get("GPU rates", "they were not timed")
         raise AutotuneError(
@@ -71,7 +89,7 @@ def _gpu_part(timings: Timings, facts: Facts, sockets: int, memory: float) -> di
             "kind with CUDA_VISIBLE_DEVICES"
         )
     gpu = timings.gpus[0]
-    places = [_place(facts, index, row) for index, row in enumerate(timings.gpus)]
+    places = [_place(facts, devices, index, row) for index, row in enumerate(timings.gpus)]
     major, _, minor = str(gpu["capability"]).partition(".")
     peak = _dram_peak(gpu)
     dram = peak or _best(timings, "dram")
@@ -98,17 +116,29 @@ def _gpu_part(timings: Timings, facts: Facts, sockets: int, memory: float) -> di
             memory_gb_per_s=memory,
             topo=facts.topo if isinstance(facts.topo, TopoMatrix) else None,
             cc=int(major) * 10 + int(minor),
+            numbers=_driver_numbers(timings, facts),
         ),
     }
 
 
-def _place(facts: Facts, index: int, row: Mapping[str, Any]) -> GpuPlace:
+def _driver_numbers(timings: Timings, facts: Facts) -> list[int] | None:
+    """The driver's number of each GPU that torch sees; None when addresses do not tell."""
+    if not isinstance(facts.smi, SmiLog):
+        return None
+    known = {gpu.address: gpu.index for gpu in facts.smi.gpus}
+    addresses = [row.get("address") for row in timings.gpus]
+    if not all(address in known for address in addresses):
+        return None
+    return [known[str(address)] for address in addresses]
+
+
+def _place(facts: Facts, devices: Path, index: int, row: Mapping[str, Any]) -> GpuPlace:
     """A GPU's place in /sys, with the slower of its two copy rates as its link's rate."""
     address = row.get("address")
     if address is None and isinstance(facts.smi, SmiLog) and index < len(facts.smi.gpus):
         address = facts.smi.gpus[index].address
     try:
-        place = place_of(str(address))
+        place = place_of(str(address), devices)
     except ValueError as error:
         raise AutotuneError(f"probe: GPU {index}: {error}") from None
     copies = [statistics.median(row[way]) for way in ("to_gpu", "to_host") if row.get(way)]

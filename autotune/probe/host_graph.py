@@ -14,6 +14,7 @@ from autotune.doctor.lspci import LinkRate, generation
 from autotune.doctor.topo import TopoMatrix
 from model.topology import PCIE_LANE_GB_PER_S
 
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 _ADDRESS = re.compile(r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
 #: share of the signalling rate that bulk copies reach: 55 of 63 GB/s on Gen5 x16 (rtx6kpro notes)
 _REACHED = 0.873
@@ -47,7 +48,7 @@ class GpuPlace:
     copy_gb_per_s: float | None = None
 
 
-def place_of(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> GpuPlace:
+def place_of(address: str, devices: Path = PCI_DEVICES) -> GpuPlace:
     """Read a GPU's place. Raises ``ValueError`` when /sys does not have the device or its link."""
     device = devices / address
     if not device.exists():
@@ -79,8 +80,12 @@ def gpu_topology(
     memory_gb_per_s: float,
     topo: TopoMatrix | None,
     cc: int,
+    numbers: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Nodes and links as ``model.topology.Topology`` takes them. ``cc``: 90 for 9.0."""
+    """Nodes and links as ``model.topology.Topology`` takes them. ``cc``: 90 for 9.0.
+
+    ``numbers``: the driver's number of each GPU, where some are hidden (CUDA_VISIBLE_DEVICES).
+    """
     nodes: dict[str, str] = {}
     links: list[dict[str, Any]] = []
     names: dict[tuple[str, str], str] = {}
@@ -124,17 +129,22 @@ def gpu_topology(
             for other in range(index)
         ]
     if topo is not None:
-        _add_nvlinks(topo, cc, nodes, links)
+        ours = {number: index for index, number in enumerate(numbers or range(len(places)))}
+        _add_nvlinks(topo, cc, ours, nodes, links)
     return {"nodes": [{"id": name, "kind": kind} for name, kind in nodes.items()], "links": links}
 
 
 def _add_nvlinks(
-    topo: TopoMatrix, cc: int, nodes: dict[str, str], links: list[dict[str, Any]]
+    topo: TopoMatrix,
+    cc: int,
+    ours: Mapping[int, int],
+    nodes: dict[str, str],
+    links: list[dict[str, Any]],
 ) -> None:
     counts = {
-        (a, b): int(cell[2:])
+        (ours[a], ours[b]): int(cell[2:])
         for a, b, cell in topo.gpu_pairs()
-        if re.fullmatch(r"NV\d+", cell) and f"gpu{a}" in nodes and f"gpu{b}" in nodes
+        if re.fullmatch(r"NV\d+", cell) and a in ours and b in ours
     }
     if not counts:
         return

@@ -14,6 +14,7 @@ _OPS_PER_SAMPLE = 100
 _SAMPLES = 200
 _COPY_BYTES = 256 * 2**20
 _COPIES = 8
+_LOAD_S = 120.0
 
 
 def cpu_dispatch() -> dict[str, Any]:
@@ -158,7 +159,34 @@ def _per_op(ops: Any, wait: Any) -> list[float]:
     return found
 
 
-_TASKS = {"cpu-dispatch": cpu_dispatch, "gpu-launch": gpu_launch, "gpu-rates": gpu_rates}
+def gpu_load() -> dict[str, Any]:
+    """Copy to every GPU until somebody ends this process; says "copying" once it runs."""
+    import torch
+
+    host = torch.empty(_COPY_BYTES // 4, dtype=torch.uint8, pin_memory=True)
+    targets = [
+        torch.empty(len(host), dtype=torch.uint8, device=f"cuda:{index}")
+        for index in range(torch.cuda.device_count())
+    ]
+    started, told = time.monotonic(), False
+    # a caller that died must not leave this running for ever
+    while time.monotonic() - started < _LOAD_S:
+        for target in targets:
+            target.copy_(host, non_blocking=True)
+        for index in range(len(targets)):
+            torch.cuda.synchronize(index)
+        if not told and time.monotonic() - started > 1.0:
+            print("copying", flush=True)
+            told = True
+    return {}
+
+
+_TASKS = {
+    "gpu-load": gpu_load,
+    "cpu-dispatch": cpu_dispatch,
+    "gpu-launch": gpu_launch,
+    "gpu-rates": gpu_rates,
+}
 
 
 def main() -> None:

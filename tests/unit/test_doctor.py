@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from autotune.cli.main import main
 from autotune.doctor.diagnose import Diagnosis, diagnose
 from autotune.doctor.findings import Finding
-from autotune.doctor.sources import Answer, read_folder, record_host
+from autotune.doctor.load import Answer, link_under_load
+from autotune.doctor.sources import read_folder, record_host
 
 DATA = Path(__file__).parents[1] / "data" / "doctor"
 
@@ -98,6 +100,34 @@ def test_an_idle_gpu_at_a_low_speed_is_unknown_and_not_a_fault() -> None:
     assert "idle" in idle.reason
     # its width does not depend on the load
     assert links["GPU 1 (0000:0b:00.0)"].severity == "error"
+
+
+@pytest.mark.parametrize(
+    ("gen", "severity"),
+    [pytest.param(4, "ok", id="wakes-up"), pytest.param(1, "error", id="stays")],
+)
+def test_a_reading_under_load_decides_what_the_idle_one_could_not(
+    gen: int, severity: str, tmp_path: Path
+) -> None:
+    folder = copy_of("consumer-2x-idle-old-driver", tmp_path)
+    text = (folder / "nvidia-smi.xml").read_text()
+    (folder / "nvidia-smi-load.xml").write_text(
+        text.replace("<current_link_gen>1<", f"<current_link_gen>{gen}<")
+    )
+    links = {f.subject: f for f in of(run(folder), "pcie-link")}
+    assert links["GPU 0 (0000:0a:00.0)"].severity == severity
+    assert "while copying" in links["GPU 0 (0000:0a:00.0)"].reason
+
+
+def test_gpus_are_made_to_work_only_when_one_is_idle_below_its_link() -> None:
+    healthy = (DATA / "amd-8gpu-healthy" / "nvidia-smi.xml").read_text()
+    idle = (DATA / "consumer-2x-idle-old-driver" / "nvidia-smi.xml").read_text()
+
+    def never(command: object) -> Answer:
+        raise AssertionError(f"{command} was run")
+
+    assert "not needed" in link_under_load(healthy, "torch==2.11.0+cu130\n", never).problem
+    assert "no torch with CUDA" in link_under_load(idle, "torch==2.13.0+cpu\n", never).problem
 
 
 def test_nvlink_makes_pcie_settings_between_gpus_no_errors(tmp_path: Path) -> None:
@@ -232,6 +262,19 @@ def test_what_was_saved_reads_back_to_the_same_findings(tmp_path: Path) -> None:
     again = diagnose(read_folder(tmp_path / "copy")).findings
     told = [(f.id, f.severity, f.subject) for f in diagnose(recording).findings]
     assert [(f.id, f.severity, f.subject) for f in again] == told
+
+
+def test_why_a_tool_gave_nothing_is_saved_with_the_rest(tmp_path: Path) -> None:
+    said = "`nvidia-smi -q -x` failed (exit code 9): NVIDIA-SMI has failed because it couldn't talk"
+    text = (DATA / "amd-8gpu-healthy" / "lspci-vv.txt").read_text()
+
+    def run_tool(command: Sequence[str]) -> Answer:
+        return Answer(text) if command[0] == "lspci" else Answer(None, said)
+
+    record_host(run_tool).save(tmp_path)
+    found = of(run(tmp_path), "driver")
+    assert [f.severity for f in found] == ["error"]
+    assert "NVIDIA-SMI has failed" in found[0].reason
 
 
 @pytest.mark.parametrize(

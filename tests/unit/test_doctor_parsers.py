@@ -200,3 +200,35 @@ def test_finds_the_cuda_of_torch(text: str, cuda: str | None) -> None:
 
 def test_cpu_lists_expand() -> None:
     assert cpu_set("0-2,8\n") == {0, 1, 2, 8}
+
+
+@pytest.mark.parametrize("identity", ["GPU-abc123", "", "0"])
+def test_a_gpu_without_an_address_is_still_read(identity: str) -> None:
+    name = "<product_name>X</product_name>"
+    xml = f"<nvidia_smi_log><gpu id='{identity}'>{name}</gpu></nvidia_smi_log>"
+    (gpu,) = parse_smi(xml).gpus
+    assert gpu.name == "X"
+
+
+@pytest.mark.parametrize("gen", ["0", "9", "N/A"])
+def test_a_generation_that_does_not_exist_is_no_link(gen: str) -> None:
+    xml = (
+        "<nvidia_smi_log><gpu><pci><pci_gpu_link_info>"
+        f"<pcie_gen><max_link_gen>5</max_link_gen><current_link_gen>{gen}</current_link_gen></pcie_gen>"
+        "<link_widths><max_link_width>16x</max_link_width><current_link_width>16x</current_link_width>"
+        "</link_widths></pci_gpu_link_info></pci></gpu></nvidia_smi_log>"
+    )
+    (gpu,) = parse_smi(xml).gpus
+    assert (gpu.link, gpu.link_max) == (None, LinkRate(5, 16))
+
+
+def test_a_matrix_pasted_with_indents_and_a_prompt_is_read() -> None:
+    text = """2025/05/21 09:40:05 host nvidia-smi topo -m
+        GPU0\tGPU1\tmlx5_0\tCPU Affinity\tNUMA Affinity
+    GPU0\tX\tNV12\tPXB\t48-63,176-191\t3
+    GPU1\tNV12\tX\tPXB\t48-63,176-191\t3
+    mlx5_0\tPXB\tPXB\tX
+"""
+    topo = parse_topo(text)
+    assert list(topo.gpu_pairs()) == [(0, 1, "NV12")]
+    assert topo.numa_affinity == {0: "3", 1: "3"}

@@ -10,13 +10,16 @@ import pytest
 import yaml
 
 from autotune.cli.main import main
+from autotune.doctor.facts import parse
 from autotune.doctor.lspci import LinkRate
+from autotune.doctor.sources import read_folder
 from autotune.doctor.topo import parse_topo
+from autotune.errors import AutotuneError
 from autotune.probe.build import build_machine
 from autotune.probe.host_graph import GpuPlace, gpu_topology, place_of, sockets_of_nodes
 from autotune.probe.spread import Sample, find_modes
 from autotune.probe.timings import Allreduce, ProbeError, Timings, allreduce, run_worker, take
-from model.machine import load_machine
+from model.machine import Machine, load_machine
 from model.topology import Topology
 
 no_gpu = pytest.mark.skipif(
@@ -148,6 +151,18 @@ def test_a_virtual_machine_without_bridges_gives_each_gpu_a_root_port() -> None:
     assert {link.gb_per_s for link in topology.links if link.kind == "pcie"} == {52.0}
 
 
+def test_hidden_gpus_keep_the_nvlinks_of_the_others_right() -> None:
+    place = GpuPlace((), 0, LinkRate(4, 16))
+    topo = parse_topo(
+        "\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\n"
+        "GPU0\tX\tNV4\tSYS\tSYS\t0-7\nGPU1\tNV4\tX\tSYS\tSYS\t0-7\n"
+        "GPU2\tSYS\tSYS\tX\tNV4\t0-7\nGPU3\tSYS\tSYS\tNV4\tX\t0-7\n"
+    )
+    topology = topology_of([place] * 3, topo=topo, cc=80, numbers=[1, 2, 3])
+    nvlink = [(link.a, link.b) for link in topology.links if link.kind == "nvlink"]
+    assert nvlink == [("gpu1", "gpu2")]
+
+
 def test_a_measured_rate_above_the_signalling_rate_is_cut_to_it() -> None:
     place = GpuPlace(("0000:00:01.0",), 0, LinkRate(3, 8), copy_gb_per_s=25.0)
     (link,) = [link for link in topology_of([place]).links if link.kind == "pcie"]
@@ -189,6 +204,77 @@ def test_the_machine_says_where_each_measured_value_is_from() -> None:
     assert "bimodal" in launch
     assert "65536 bytes" in str(machine.source_of("measured.allreduce"))
     assert "hang" in machine.sources["skipped.all-reduce one_shot x 2"]
+
+
+def gpu_timings(**changes: Any) -> Timings:
+    def row(address: str) -> dict[str, Any]:
+        values = {
+            "name": "NVIDIA H200",
+            "capability": "9.0",
+            "num_sms": 132,
+            "memory_bytes": 150_000_000_000,
+            "l2_bytes": 50 * 2**20,
+            "smem_bytes": 227 * 1024,
+            "memory_clock_khz": 3_201_000,
+            "memory_bus_bits": 6144,
+            "address": address,
+            "to_gpu": [54.0, 55.0, 55.5],
+            "to_host": [52.0, 52.5, 51.0],
+            "dram": [4100.0, 4200.0, 4150.0],
+            "bf16_tflops": [700.0, 750.0, 740.0],
+        }
+        return values | changes
+
+    return Timings(
+        host_read=Sample.of([200.0]),
+        launch_eager=Sample.of([5.0, 6.0]),
+        launch_graph=Sample.of([1.5, 1.6]),
+        gpus=[row("0000:05:00.0"), row("0000:06:00.0")],
+        peers=[(0, 1, True), (1, 0, True)],
+        nccl_version="2.28.9",
+    )
+
+
+H200 = [["0000:00:03.0", "0000:05:00.0"], ["0000:00:04.0", "0000:06:00.0"]]
+
+
+def test_a_gpu_machine_is_built_from_rates_sys_and_the_doctors_facts(tmp_path: Path) -> None:
+    machine = build_machine(
+        gpu_timings(),
+        "cuda",
+        facts=parse(read_folder(DATA / "h200-2x-nvlink-vm")),
+        devices=fake_sys(tmp_path, H200, {}),
+    )
+    assert machine.gpu is not None
+    # 2 transfers x 3.201 GHz x 6144 bit
+    assert machine.gpu.dram_gb_per_s == pytest.approx(4916.7, abs=0.1)
+    assert machine.gpu.bf16_tflops == 750.0
+    assert machine.measured.dram_gb_per_s == 4150.0
+    assert machine.path_type(0, 1) == "NVL"
+    assert machine.p2p.possible
+    assert (machine.software.driver, machine.software.iommu) == ("580.95.05", "off")
+    pcie = [link for link in machine.topology.links if link.kind == "pcie"]
+    # the slower direction's median
+    assert [link.gb_per_s for link in pcie] == [52.0, 52.0]
+    assert Machine.from_dict(machine.to_dict()) == machine
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        pytest.param({"address": "0000:99:00.0"}, "GPU 0: .*0000:99:00.0 is not there", id="lost"),
+        pytest.param({"name": None}, "NVIDIA A100", id="unequal"),
+    ],
+)
+def test_gpus_that_no_machine_file_can_hold_are_one_clear_line(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    timings = gpu_timings(**{k: v for k, v in changes.items() if v})
+    if "name" in changes:
+        timings.gpus[1]["name"] = "NVIDIA A100"
+    facts = parse(read_folder(DATA / "h200-2x-nvlink-vm"))
+    with pytest.raises(AutotuneError, match=words):
+        build_machine(timings, "cuda", facts=facts, devices=fake_sys(tmp_path, H200, {}))
 
 
 def test_a_part_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

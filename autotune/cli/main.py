@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "study": ("autotune.cli.study:app", "Start, resume, stop and read studies."),
     "doctor": ("autotune.cli.doctor:doctor", "Find host faults that make serving slow."),
     "probe": ("autotune.cli.probe:probe", "Measure this host and write a machine file."),
+    "explain": ("autotune.cli.explain:explain", "Where the time goes and what could be faster."),
     "dashboard": ("autotune.cli.dashboard:dashboard", "Show a study in the browser."),
     "predict": (
         "autotune.cli.predict:predict",

@@ -1,0 +1,193 @@
+"""Which knobs moved the measured speed: effect with uncertainty, or why that cannot be told.
+
+First-order functional ANOVA of log speed: an additive model of the knobs' values (ridge, one-hot),
+each knob's variance over its values taken equally often. The bootstrap over knobs gives intervals;
+permuted speeds give what a knob without any effect would show in this design. Suffixes: N knobs
+measured, P columns, F resamples.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.spec import Interval, Knobs, Scalar
+
+Array = NDArray[Any]
+Verdict = Literal["matters", "does not matter", "not enough data", "cannot matter"]
+
+_SEED = 20250103
+_RESAMPLES = 200
+_RIDGE = 1.0
+#: an effect whose interval stays below this (or the noise) does not matter
+_NEGLIGIBLE = 0.01
+_MIN_KNOBS = 6
+_MIN_PER_VALUE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Importance:
+    """One knob of a study."""
+
+    knob: str
+    verdict: Verdict
+    #: fastest over slowest value, others equal, minus 1 (fraction), 90 % bootstrap interval
+    effect: Interval | None
+    #: share of the variance of log speed that its values make
+    share: Interval | None
+    best_value: Scalar | None
+    num_values: int
+    reason: str
+
+
+def importances(
+    measured: Sequence[tuple[Knobs, float]],
+    inert: Mapping[str, str],
+    rel_noise: float,
+    space: Mapping[str, Sequence[Scalar | None]],
+) -> tuple[Importance, ...]:
+    """Knobs of ``space`` that were measured with more than one value, most important first.
+
+    ``measured``: knobs with their median speed; ``inert``: reasons by knob, from the model;
+    ``rel_noise``: the noise floor as a fraction.
+    """
+    names = [name for name, values in space.items() if len(values) > 1]
+    usable = [(knobs, speed) for knobs, speed in measured if speed > 0]
+    table = {name: [knobs.values().get(name) for knobs, _ in usable] for name in names}
+    log_speed = np.log([speed for _, speed in usable]) if usable else np.zeros(0)
+    found = []
+    enough = len(usable) >= _MIN_KNOBS and float(np.ptp(log_speed)) > 0
+    effects = _effects(table, log_speed) if enough else {}
+    for name in names:
+        values = _levels(table[name])
+        if name in inert:
+            found.append(_without(name, "cannot matter", values, inert[name]))
+        elif name not in effects:
+            reason = (
+                f"{len(usable)} knobs measured; {_MIN_KNOBS} are needed"
+                if len(usable) < _MIN_KNOBS
+                else "measured with one value only"
+            )
+            found.append(_without(name, "not enough data", values, reason))
+        else:
+            found.append(_judged(name, effects[name], rel_noise))
+    order = {"matters": 0, "not enough data": 1, "does not matter": 2, "cannot matter": 3}
+    found.sort(key=lambda i: (order[i.verdict], -(i.share.median if i.share else 0.0)))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Effect:
+    values: tuple[Scalar | None, ...]
+    counts: tuple[int, ...]
+    means: Array
+    ranges: Array
+    shares: Array
+    #: 95 % quantile of the range under permuted speeds
+    null_range: float
+
+
+def _effects(table: Mapping[str, Sequence[Scalar | None]], log_speed: Array) -> dict[str, _Effect]:
+    columns: list[Array] = []
+    spans: dict[str, tuple[int, int, tuple[Scalar | None, ...]]] = {}
+    for name, row in table.items():
+        values = _levels(row)
+        if len(values) < 2:
+            continue
+        start = len(columns)
+        columns += [np.array([v == value for v in row], dtype=float) for value in values]
+        spans[name] = (start, len(columns), values)
+    if not columns:
+        return {}
+    x_NP = np.stack(columns, axis=1)
+    rng = np.random.default_rng(_SEED)
+    num = len(log_speed)
+    whole_P = _fit(x_NP, log_speed)
+    boot_FP = np.stack(
+        [_fit(x_NP[pick], log_speed[pick]) for pick in rng.integers(0, num, (_RESAMPLES, num))]
+    )
+    null_FP = np.stack([_fit(x_NP, rng.permutation(log_speed)) for _ in range(_RESAMPLES // 2)])
+    total = max(float(np.var(log_speed)), 1e-18)
+    found = {}
+    for name, (start, stop, values) in spans.items():
+        # knobs of a draft tree have no value where speculation is off: that is no effect of theirs
+        live = [i for i, value in enumerate(values) if not _absent(name, value)]
+        if len(live) < 2:
+            continue
+        index = [start + i for i in live]
+        found[name] = _Effect(
+            values=tuple(values[i] for i in live),
+            counts=tuple(int(x_NP[:, i].sum()) for i in index),
+            means=whole_P[index],
+            ranges=np.ptp(boot_FP[:, index], axis=1),
+            shares=np.clip(np.var(boot_FP[:, index], axis=1) / total, 0.0, 1.0),
+            null_range=float(np.quantile(np.ptp(null_FP[:, index], axis=1), 0.95)),
+        )
+        assert stop - start == len(values)
+    return found
+
+
+def _fit(x_NP: Array, y_N: Array) -> Array:
+    """Coefficients of the additive model around the mean, shrunk towards no effect."""
+    centred = y_N - y_N.mean()
+    gram = x_NP.T @ x_NP + _RIDGE * np.eye(x_NP.shape[1])
+    result: Array = np.linalg.solve(gram, x_NP.T @ centred)
+    return result
+
+
+def _judged(name: str, effect: _Effect, rel_noise: float) -> Importance:
+    low, _, high = (float(np.expm1(q)) for q in np.quantile(effect.ranges, [0.05, 0.5, 0.95]))
+    share = Interval(*(float(q) for q in np.quantile(effect.shares, [0.5, 0.05, 0.95])))
+    best = int(np.argmax(effect.means))
+    null = float(np.expm1(effect.null_range))
+    limit = max(_NEGLIGIBLE, rel_noise)
+    point = float(np.expm1(np.ptp(effect.means)))
+    if min(effect.counts) < _MIN_PER_VALUE and low <= null:
+        verdict: Verdict = "not enough data"
+        rare = effect.values[int(np.argmin(effect.counts))]
+        reason = f"{rare} was measured {min(effect.counts)} time(s) only"
+    elif point > null and high > limit:
+        verdict = "matters"
+        reason = f"beyond what chance gives in this design ({100 * null:.1f} %)"
+    elif high <= limit:
+        verdict, reason = "does not matter", f"its whole interval is below {100 * limit:.1f} %"
+    else:
+        verdict = "not enough data"
+        reason = f"chance alone gives up to {100 * null:.1f} % in this design"
+    return Importance(
+        knob=name,
+        verdict=verdict,
+        effect=Interval(point, low, high),
+        share=share,
+        best_value=effect.values[best] if verdict == "matters" else None,
+        num_values=len(effect.values),
+        reason=reason,
+    )
+
+
+def _without(
+    name: str, verdict: Verdict, values: Sequence[Scalar | None], reason: str
+) -> Importance:
+    return Importance(
+        knob=name,
+        verdict=verdict,
+        effect=None,
+        share=None,
+        best_value=None,
+        num_values=len(values),
+        reason=reason,
+    )
+
+
+def _absent(name: str, value: Scalar | None) -> bool:
+    """A draft tree's knobs are 0 where speculation is off."""
+    tree = ("speculation.steps", "speculation.topk", "speculation.draft_tokens")
+    return name in tree and value == 0
+
+
+def _levels(row: Sequence[Scalar | None]) -> tuple[Scalar | None, ...]:
+    """Different values in a stable order; True is not 1."""
+    seen = {(type(value).__name__, value): value for value in row}
+    return tuple(seen[key] for key in sorted(seen, key=lambda key: (key[0], str(key[1]))))

@@ -1,0 +1,313 @@
+"""What is explained: knobs at a workload, the model of its study, and its measurements if any."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import func, select
+
+from autotune.errors import UserError
+from autotune.modelling import draft_shape, target_shape
+from autotune.records import Acceptance
+from autotune.schemas import Study
+from autotune.store import codec
+from autotune.store.store import Store
+from autotune.store.tables import CalibrationRow, MeasurementRow, PredictionRow
+from autotune.store.views import StudyView, TrialView
+from autotune.study_file import parse_study
+from model.acceptance import AcceptanceModel
+from model.calibration import Calibration, default_calibration
+from model.machine import Machine
+from model.observations import AcceptanceCounts
+from model.predictor import Predictor
+from model.spec import Knobs, Prediction, Workload
+
+#: different trees whose counts teach the acceptance model (the most verified ones)
+_MAX_TREES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """One valid repeat of a trial, as far as explaining needs it."""
+
+    concurrency: int
+    tokens_per_s: float | None
+    tpot_ms: float | None
+    ttft_ms: float | None
+    cycle_ms: float | None
+    accept_length: float | None
+    terms_ms: dict[str, float]
+    acceptance: Acceptance | None
+    output_check: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyContext:
+    """A stored study with the model as its measurements left it."""
+
+    store: Store
+    view: StudyView
+    study: Study
+    trials: tuple[TrialView, ...]
+    predictor: Predictor
+    #: what the acceptance model believed before any count
+    prior: AcceptanceModel
+
+    def trial(self, what: str) -> TrialView:
+        """The trial of a number or of a knobs id. Raises ``UserError`` naming those there are."""
+        if not self.trials:
+            raise UserError(
+                f"study {self.view.name} has no trials yet; run it with `autotune study start` "
+                f"or `autotune study resume {self.view.name}`"
+            )
+        if what.isdigit() and len(what) < 12:
+            for trial in self.trials:
+                if trial.number == int(what):
+                    return trial
+            raise UserError(
+                f"study {self.view.name} has no trial {what}; it has trials "
+                f"{self.trials[0].number} to {self.trials[-1].number}"
+            )
+        matches = [trial for trial in self.trials if trial.knobs.id.startswith(what)]
+        if what and matches:
+            ids = sorted({trial.knobs.id for trial in matches})
+            if len(ids) > 1:
+                raise UserError(f"knobs id {what!r} is ambiguous: {', '.join(ids)}")
+            done = [trial for trial in matches if trial.state == "complete"]
+            return (done or matches)[0]
+        raise UserError(
+            f"{what!r} is no trial number, knobs id or file; trials of study {self.view.name}: "
+            f"{self.trials[0].number} to {self.trials[-1].number}"
+        )
+
+    @property
+    def baseline(self) -> Knobs | None:
+        """Knobs of the study's baseline, measured or planned."""
+        for trial in self.trials:
+            if trial.role == "baseline":
+                return trial.knobs
+        return None
+
+
+def open_study(store: Store, name: str | None) -> StudyContext:
+    """The study called ``name``, or the newest one. Raises ``UserError`` when there is none."""
+    if name is not None:
+        view = store.study(name)
+    else:
+        views = store.studies()
+        if not views:
+            raise UserError(
+                f"the database {store.engine.url.render_as_string(hide_password=True)} holds no "
+                f"study; start one, or name another with --database"
+            )
+        view = views[-1]
+    loaded = parse_study(view.text, view.label, view.base_dir, view.name)
+    study = loaded.study
+    if view.machine is None:
+        raise UserError(f"study {view.name} keeps no machine; predict from its study file instead")
+    machine = Machine.from_dict(view.machine)
+    target = target_shape(study)
+    prior = AcceptanceModel.prior()
+    trials = tuple(store.trials(view.id))
+    predictor = Predictor(
+        target,
+        draft_shape(study, target),
+        machine,
+        _newest_calibration(store, view.id) or default_calibration(machine),
+        prior.update(_counts(store, view.id, trials)),
+    )
+    return StudyContext(
+        store=store, view=view, study=study, trials=trials, predictor=predictor, prior=prior
+    )
+
+
+def study_predictor(study: Study, machine: Machine) -> Predictor:
+    """The model of a study file before any measurement."""
+    target = target_shape(study)
+    return Predictor(
+        target,
+        draft_shape(study, target),
+        machine,
+        default_calibration(machine),
+        AcceptanceModel.prior(),
+    )
+
+
+def repeats_of(store: Store, trial_ids: Sequence[int]) -> list[Repeat]:
+    """Valid repeats of some trials in the order taken, warm-up left out."""
+    query = (
+        select(MeasurementRow.record)
+        .where(
+            MeasurementRow.trial_id.in_(trial_ids),
+            MeasurementRow.repeat >= 0,
+            MeasurementRow.failure_kind.is_(None),
+        )
+        .order_by(MeasurementRow.order)
+    )
+    with store.reading() as session:
+        return [_repeat(record) for record in session.scalars(query)]
+
+
+def stored_predictions(store: Store, trial: TrialView) -> dict[int, Prediction]:
+    """Concurrency -> what was predicted before the trial was measured."""
+    query = (
+        select(PredictionRow).where(PredictionRow.trial_id == trial.id).order_by(PredictionRow.id)
+    )
+    found: dict[int, Prediction] = {}
+    with store.reading() as session:
+        for row in session.scalars(query):
+            prediction = codec.prediction_from_json(trial.knobs, row.record)
+            found.setdefault(row.concurrency, prediction)
+    return found
+
+
+def _newest_calibration(store: Store, study_id: int) -> Calibration | None:
+    query = (
+        select(CalibrationRow.record)
+        .where(CalibrationRow.study_id == study_id)
+        .order_by(CalibrationRow.id.desc())
+        .limit(1)
+    )
+    with store.reading() as session:
+        record = session.scalar(query)
+    if record is None:
+        return None
+    try:
+        return Calibration.from_dict(record)
+    except ValueError:
+        # written by another version of the model: its constants mean nothing here
+        return None
+
+
+def _counts(store: Store, study_id: int, trials: Sequence[TrialView]) -> list[AcceptanceCounts]:
+    """Acceptance counts by tree: one repeat of each trial and level (greedy repeats are alike)."""
+    speculative = {
+        t.id: t.knobs for t in trials if t.knobs.method != "off" and t.state == "complete"
+    }
+    if not speculative:
+        return []
+    first = (
+        select(func.min(MeasurementRow.id))
+        .where(
+            MeasurementRow.study_id == study_id,
+            MeasurementRow.repeat >= 0,
+            MeasurementRow.failure_kind.is_(None),
+            MeasurementRow.accept_length > 1.0,
+        )
+        .group_by(MeasurementRow.trial_id, MeasurementRow.concurrency)
+    )
+    query = select(MeasurementRow.trial_id, MeasurementRow.record).where(
+        MeasurementRow.id.in_(first)
+    )
+    sums: dict[tuple[int, int, int], list[Acceptance]] = {}
+    with store.reading() as session:
+        for trial_id, record in session.execute(query):
+            knobs, counts = speculative.get(trial_id), record.get("acceptance")
+            if knobs is None or not counts or counts["num_verifies"] <= 0:
+                continue
+            tree = (knobs.steps, knobs.topk, knobs.draft_tokens)
+            sums.setdefault(tree, []).append(Acceptance.model_validate(counts))
+    found = [pooled_counts(tree, counts) for tree, counts in sums.items()]
+    found.sort(key=lambda counts: -counts.num_verifies)
+    return found[:_MAX_TREES]
+
+
+def pooled_counts(tree: tuple[int, int, int], counts: Sequence[Acceptance]) -> AcceptanceCounts:
+    """Sum of the counts of one tree (steps, topk, draft_tokens)."""
+    steps, topk, draft_tokens = tree
+    by_depth = [0] * steps
+    by_rank = [[0] * topk for _ in range(steps)]
+    for one in counts:
+        for depth, value in enumerate(one.accepted_by_depth[:steps]):
+            by_depth[depth] += value
+        for depth, row in enumerate(one.accepted_by_depth_rank[:steps]):
+            for rank, value in enumerate(row[:topk]):
+                by_rank[depth][rank] += value
+    has_ranks = all(one.accepted_by_depth_rank for one in counts)
+    return AcceptanceCounts(
+        steps=steps,
+        topk=topk,
+        draft_tokens=draft_tokens,
+        num_verifies=sum(one.num_verifies for one in counts),
+        accepted_by_depth=tuple(by_depth),
+        accepted_by_depth_rank=tuple(tuple(row) for row in by_rank) if has_ranks else (),
+    )
+
+
+def _repeat(record: dict[str, Any]) -> Repeat:
+    counts = record.get("acceptance")
+    return Repeat(
+        concurrency=record["concurrency"],
+        tokens_per_s=record["tokens_per_s"],
+        tpot_ms=record["tpot_ms"],
+        ttft_ms=record["ttft_ms"],
+        cycle_ms=record["cycle_ms"],
+        accept_length=record["accept_length"],
+        terms_ms=record["terms_ms"],
+        acceptance=None if counts is None else Acceptance.model_validate(counts),
+        output_check=record["output_check"],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """Knobs at one workload and everything known about them."""
+
+    title: str
+    knobs: Knobs
+    workload: Workload
+    predictor: Predictor
+    prior: AcceptanceModel
+    #: valid repeats at this concurrency; empty for a prediction only
+    repeats: tuple[Repeat, ...] = ()
+    #: predicted before measuring; None where nothing was stored
+    stored: Prediction | None = None
+    baseline: Knobs | None = None
+    baseline_repeats: tuple[Repeat, ...] = ()
+    context: StudyContext | None = None
+    trial: TrialView | None = None
+    notes: tuple[str, ...] = ()
+
+
+def trial_subject(context: StudyContext, trial: TrialView, concurrency: int | None) -> Subject:
+    """A trial at one concurrency: the one asked for, else the lowest that was measured.
+
+    All trials of the same knobs count, failed ones excepted. Raises ``UserError`` for a level that
+    the study does not have.
+    """
+    same = [t.id for t in context.trials if t.knobs.id == trial.knobs.id and t.state != "failed"]
+    repeats = repeats_of(context.store, same or [trial.id])
+    levels = sorted({repeat.concurrency for repeat in repeats}) or sorted(context.view.workloads)
+    level = levels[0] if concurrency is None else concurrency
+    if level not in context.view.workloads:
+        known = ", ".join(map(str, sorted(context.view.workloads)))
+        raise UserError(f"study {context.view.name} has no concurrency {level}; it has {known}")
+    notes = []
+    if trial.state == "failed":
+        notes.append(f"trial {trial.number} failed ({trial.failure_kind}): see `study status`")
+    base = context.baseline
+    base_ids = [
+        t.id for t in context.trials if t.role in ("baseline", "aa") and t.state != "failed"
+    ]
+    is_baseline = base is not None and base.id == trial.knobs.id
+    others = () if is_baseline or not base_ids else repeats_of(context.store, base_ids)
+    return Subject(
+        title=f"trial {trial.number} of study {context.view.name} ({trial.knobs.id})",
+        knobs=trial.knobs,
+        workload=context.view.workloads[level],
+        predictor=context.predictor,
+        prior=context.prior,
+        repeats=tuple(r for r in repeats if r.concurrency == level),
+        stored=stored_predictions(context.store, trial).get(level),
+        baseline=base,
+        baseline_repeats=tuple(r for r in others if r.concurrency == level),
+        context=context,
+        trial=trial,
+        notes=tuple(notes),
+    )
+
+
+def is_file(what: str) -> bool:
+    """Whether an argument names a file rather than a trial."""
+    return Path(what).suffix in (".yaml", ".yml", ".json") or Path(what).is_file()

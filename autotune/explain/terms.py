@@ -1,0 +1,126 @@
+"""Measured beside predicted, term by term: shares, speed of light, and where the two disagree."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autotune.explain.subject import Repeat
+from autotune.statistics import Summary, summarise
+from model.spec import CYCLE_TERMS, DECODE_TERMS, Interval, Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermRow:
+    """One quantity, in ``unit``; None where it was not measured or has no bound."""
+
+    name: str
+    unit: str
+    measured: Summary | None
+    predicted: Interval | None
+    #: of the cycle, measured where measured; None for what is no part of it
+    share: float | None
+    speed_of_light: float | None
+    #: speed of light over the time (measured where measured), 0 to 1
+    of_light: float | None
+    #: how measurement and prediction disagree beyond both uncertainties, or None
+    disagreement: str | None
+
+
+def term_rows(
+    repeats: Sequence[Repeat], prediction: Prediction, *, same_model: bool = False
+) -> tuple[TermRow, ...]:
+    """Terms of the cycle in their order, then the cycle, the accept length and the speed."""
+    speculative = prediction.knobs.method != "off"
+    names = CYCLE_TERMS if speculative else DECODE_TERMS
+    series = _series(repeats)
+    cycle = _summary(series.get("cycle", []))
+    total = cycle.median if cycle is not None else prediction.cycle_ms.median
+    measured_total = sum(
+        summary.median for n in names if (summary := _summary(series.get(n, []))) is not None
+    )
+    if cycle is None and measured_total > 0:
+        total = measured_total
+    rows = []
+    extra = [n for n in series if n not in names and n not in _WHOLE and series[n]]
+    for name in (*names, *sorted(extra)):
+        rows.append(
+            _row(
+                name,
+                "ms",
+                _summary(series.get(name, [])),
+                prediction.terms_ms.get(name),
+                total,
+                prediction.speed_of_light_ms.get(name),
+            )
+        )
+    light = sum(prediction.speed_of_light_ms.values())
+    rows.append(_row("cycle", "ms", cycle, prediction.cycle_ms, total, light))
+    if speculative:
+        length = _summary(series.get("accept length", []))
+        rows.append(_row("accept length", "tokens", length, prediction.accept_length, None, None))
+    speed = _summary(series.get("speed", []))
+    rows.append(_row("speed", "tok/s", speed, prediction.tokens_per_s, None, None))
+    return tuple(rows)
+
+
+#: series that are no term of the cycle
+_WHOLE = ("cycle", "accept length", "speed")
+
+
+def _series(repeats: Sequence[Repeat]) -> Mapping[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for repeat in repeats:
+        for name, value in repeat.terms_ms.items():
+            found.setdefault(name, []).append(value)
+        for name, one in (
+            ("cycle", repeat.cycle_ms),
+            ("accept length", repeat.accept_length),
+            ("speed", repeat.tokens_per_s),
+        ):
+            if one is not None:
+                found.setdefault(name, []).append(one)
+    return found
+
+
+def _summary(values: Sequence[float]) -> Summary | None:
+    return summarise(values) if values else None
+
+
+def _row(
+    name: str,
+    unit: str,
+    measured: Summary | None,
+    predicted: Interval | None,
+    total: float | None,
+    light: float | None,
+) -> TermRow:
+    value = measured.median if measured is not None else None
+    if value is None and predicted is not None:
+        value = predicted.median
+    # a term that nothing bounds from below has no speed of light
+    light = light if light is not None and light > 0 else None
+    return TermRow(
+        name=name,
+        unit=unit,
+        measured=measured,
+        predicted=predicted,
+        share=None if value is None or not total or name in _WHOLE else value / total,
+        speed_of_light=light,
+        of_light=None if light is None or not value else light / value,
+        disagreement=disagreement(measured, predicted),
+    )
+
+
+def disagreement(measured: Summary | None, predicted: Interval | None) -> str | None:
+    """How a measurement leaves the predicted 90 % interval beyond its own 95 % one, or None."""
+    if measured is None or predicted is None or measured.n < 2 or predicted.median <= 0:
+        return None
+    if measured.low <= predicted.high and measured.high >= predicted.low:
+        return None
+    factor = measured.median / predicted.median
+    edge = predicted.high if factor > 1 else predicted.low
+    side = "above" if factor > 1 else "below"
+    return (
+        f"measured {measured.median:.3g} ({measured.low:.3g}–{measured.high:.3g}) is {side} all "
+        f"of the predicted {predicted.low:.3g}–{predicted.high:.3g}: {factor:.2f} × the median, "
+        f"{measured.median / edge:.2f} × its edge"
+    )

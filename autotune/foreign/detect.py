@@ -1,0 +1,99 @@
+"""Tells by its content what a file is, and reads it."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from autotune.errors import UserError
+from autotune.foreign import bench_json, metrics_text, sglang_log, vllm_log
+from autotune.foreign.run import ForeignRun
+
+#: lines that decide; start-up of both servers prints its marks well before
+_SNIFFED = 4000
+#: a benchmark result with details of every request stays below this
+_MAX_JSON_BYTES = 512 * 2**20
+
+KNOWN = (
+    "a SGLang or vLLM server log, /metrics text of either, sglang.bench_serving JSONL, "
+    "vllm bench serve JSON, or a best-config YAML of autotune"
+)
+
+
+def read_foreign(path: Path, line: int | None = None) -> ForeignRun:
+    """The run that a file shows; ``line`` picks one of a benchmark's JSONL.
+
+    Raises ``UserError`` for a file that is missing, empty, of unknown format or without a run.
+    """
+    text = _start(path)
+    label = str(path)
+    if not text.strip():
+        raise UserError(f"{path} is empty; give {KNOWN}")
+    if text.lstrip()[:1] in "{[":
+        return _bench(path, line)
+    if line is not None:
+        raise UserError(f"{path}#{line}: a line can be picked from JSONL only")
+    if _is_metrics(text):
+        run = metrics_text.read_metrics(_lines(path), label)
+        if not run.samples and not run.num_verifies:
+            raise UserError(f"{path}: /metrics text without a finished request: nothing to compare")
+        return run
+    sglang, vllm = (_score(text, module.MARKS) for module in (sglang_log, vllm_log))
+    if sglang == 0 and vllm == 0:
+        raise UserError(f"{path} is of no known format; give {KNOWN}")
+    if sglang > vllm:
+        run = sglang_log.read_sglang_log(_lines(path), label)
+    else:
+        run = vllm_log.read_vllm_log(_lines(path), label)
+    if not (run.samples or run.args or run.effective or run.failure):
+        raise UserError(f"{path}: looks like a {run.format} but holds no settings and no speed")
+    return run
+
+
+def _bench(path: Path, line: int | None) -> ForeignRun:
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise UserError(f"{path} is above {_MAX_JSON_BYTES >> 20} MiB; save it without details")
+    objects = bench_json.parse_objects(path.read_text(errors="replace"))
+    if objects is None:
+        raise UserError(f"{path} begins like JSON but is none (half-written?); give {KNOWN}")
+    results = [values for values in objects if bench_json.is_bench(values)]
+    if not results:
+        keys = ", ".join(sorted(objects[0])[:6]) if objects else "none"
+        raise UserError(f"{path} is JSON of no known kind (keys: {keys}); give {KNOWN}")
+    if line is not None:
+        if not 1 <= line <= len(results):
+            raise UserError(f"{path}#{line}: the file holds {len(results)} results")
+        results = [results[line - 1]]
+    try:
+        run = bench_json.read_bench(results, str(path) if line is None else f"{path}#{line}")
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if not run.samples:
+        raise UserError(f"{path}: the benchmark finished no request: nothing to compare")
+    return run
+
+
+def _start(path: Path) -> str:
+    try:
+        with path.open(errors="replace") as file:
+            return "".join(islice(file, _SNIFFED))
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; give a file") from None
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from None
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open(errors="replace") as file:
+        yield from file
+
+
+def _is_metrics(text: str) -> bool:
+    return any(
+        part.startswith(("vllm:", "sglang:"))
+        or part.startswith(("# HELP vllm:", "# TYPE vllm:", "# HELP sglang:", "# TYPE sglang:"))
+        for part in text.splitlines()
+    )
+
+
+def _score(text: str, marks: tuple[str, ...]) -> int:
+    return sum(text.count(mark) for mark in marks)

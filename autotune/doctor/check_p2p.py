@@ -177,8 +177,10 @@ def check_bar(facts: Facts) -> Iterator[Finding]:
             fix="switch on Above 4G Decoding and Resizable BAR in the BIOS; a vendor tool "
             "(displaymodeselector) sets the large BAR on some workstation cards",
         )
-    if len(sized) < len(facts.smi.gpus):
-        yield Missing("the driver shows no BAR1 for some").unknown(check, "GPUs", "BAR size")
+    if len(sized) < facts.num_gpus:
+        yield Missing(
+            f"nvidia-smi shows BAR1 of {len(sized)} of {facts.num_gpus} GPUs", "record it again"
+        ).unknown(check, "GPUs", "BAR size of the others")
     elif sized and not small:
         least = min(g.bar1_mib or 0 for g in sized)
         reason = f"BAR1 ({least:.0f} MiB at least) covers the memory of all {len(sized)} GPUs"

@@ -131,13 +131,20 @@ def _gpu_link(facts: Facts, gpu: SmiGpu) -> Finding:
 
 
 def _judge(
-    subject: str, now: LinkRate, most: LinkRate, *, idle: bool | None, source: str, hint: str = ""
+    subject: str,
+    now: LinkRate,
+    most: LinkRate,
+    *,
+    idle: bool | None,
+    source: str,
+    hint: str = "",
+    check: str = "pcie-link",
 ) -> Finding:
     """Compare a link with what both ends can; a slow link of an idle GPU proves nothing."""
 
     def finding(severity: str, reason: str, fix: str = "") -> Finding:
         return Finding(
-            id="pcie-link",
+            id=check,
             severity=severity,  # type: ignore[arg-type]
             subject=subject,
             reason=f"{reason}{hint} ({source})",
@@ -212,6 +219,7 @@ def _tree_links(facts: Facts, judged: set[str]) -> Iterator[Finding]:
                 idle=idle.get(gpu.address) if is_gpu else False,
                 source="lspci",
                 hint=_target(lower, upper, most),
+                check="pcie-link" if is_gpu else check,
             )
             if is_gpu or found.severity != "ok":
                 yield found

@@ -50,7 +50,7 @@ FAULTS = [
     ("amd-8gpu-faults", "cpu-governor", "warning", "host", "schedutil on 8 of 8"),
     ("amd-8gpu-faults", "kernels-package", "warning", "Python", "0.10.4"),
     ("amd-8gpu-faults", "cpu-affinity", "warning", "GPU 0000:81:00.0", "NUMA node 1"),
-    ("intel-switch-narrow-uplink", "pcie-link", "error", "switch uplink 0000:16:00.0", "Gen4 x8"),
+    ("intel-switch-narrow-uplink", "pcie-path", "error", "switch uplink 0000:16:00.0", "Gen4 x8"),
     ("intel-switch-narrow-uplink", "acs-redirect", "error", "4 switch ports", "0000:17:03.0"),
     ("intel-switch-narrow-uplink", "p2p", "error", "3 of 6 GPU pairs", "CNS"),
     ("intel-switch-narrow-uplink", "bar-size", "error", "GPU 3 (0000:1e:00.0)", "256 MiB"),
@@ -315,3 +315,25 @@ def test_the_text_names_errors_first_and_one_fix_each(capsys: pytest.CaptureFixt
     assert lines[0].startswith("ERROR")
     assert sum(line.startswith("ERROR") for line in lines) == 5
     assert not any(line.startswith("OK") for line in lines[:10])
+
+
+CUTS = [
+    (case.name, file.name)
+    for case in sorted(DATA.iterdir())
+    for file in sorted(case.iterdir())
+    if "faults" in case.name or "narrow" in case.name
+]
+
+
+@pytest.mark.parametrize(("case", "name"), CUTS, ids=[f"{c}-{n}" for c, n in CUTS])
+def test_a_fault_is_not_declared_fine_when_a_file_is_cut_anywhere(
+    case: str, name: str, tmp_path: Path
+) -> None:
+    broken = {f.id for f in run(case).findings if f.severity == "error"}
+    folder = copy_of(case, tmp_path)
+    text = (folder / name).read_text()
+    for cut in range(1, 20):
+        (folder / name).write_text(text[: len(text) * cut // 20])
+        diagnosis = run(folder)
+        for check in broken:
+            assert severities(diagnosis, check) != {"ok"}, (check, cut)

@@ -25,8 +25,8 @@ from model.machine import Machine
 Array = npt.NDArray[np.float64]
 PROTOCOLS = ("LL", "LL128", "Simple")
 #: bytes per thread that are handed over before streaming begins: nothing in LL, which streams
-#: line by line; eight 16-byte lines of 120 bytes of data per warp in LL128; a word in Simple
-PASS_BYTES_PER_THREAD = {"LL": 0.0, "LL128": 15.0, "Simple": 8.0}
+#: line by line; eight 16-byte lines of 120 bytes of data per warp in LL128; an element in Simple
+PASS_BYTES_PER_THREAD = {"LL": 0.0, "LL128": 15.0, "Simple": 2.0}
 #: bytes on the wire per byte of payload
 WIRE_FACTOR = {"LL": 2.0, "LL128": 16.0 / 15.0, "Simple": 1.0}
 #: payload bytes of one of a connection's 8 slots, by protocol, at the default buffer size

@@ -48,8 +48,8 @@ def simulator(
     ("machine", "ranks", "env"),
     [
         pytest.param(SWITCHES, 2, {}, id="2-behind-one-switch"),
-        pytest.param(SWITCHES, 4, {}, id="4-behind-one-switch"),
-        pytest.param(SWITCHES, 4, {"NCCL_PROTO": "LL128"}, id="LL128"),
+        pytest.param(DIRECT, 4, {}, id="4-through-one-sockets-memory"),
+        pytest.param(DIRECT, 4, {"NCCL_PROTO": "LL128"}, id="LL128"),
         pytest.param(SHM, 2, {}, id="host-memory"),
         pytest.param(NVLINK, 2, {}, id="nvlink"),
     ],
@@ -122,7 +122,7 @@ def test_eager_is_never_below_graphed_nor_the_hosts_call() -> None:
 
 def test_the_machine_decides_the_transport_of_each_hop() -> None:
     ring = ring_hops(SWITCHES, range(8), None)
-    assert [hop.transport for hop in ring] == ["p2p"] * 3 + ["shm"] + ["p2p"] * 3 + ["shm"]
+    assert [hop.transport for hop in ring] == ["p2p", "shm"] * 4
     assert {hop.transport for hop in ring_hops(SWITCHES, range(8), "SYS")} == {"p2p"}
     assert {hop.transport for hop in ring_hops(SWITCHES, range(8), "LOC")} == {"shm"}
     assert hop_between(SHM, 0, 1, None, 2).transport == "shm"
@@ -159,23 +159,8 @@ def test_one_uncached_8_rank_collective_on_4_channels_simulates_within_100_ms() 
 
 
 def test_posted_writes_from_one_switch_to_several_root_ports_collapse_and_reads_do_not() -> None:
-    values = SWITCHES.to_dict()
-    # four switches of two GPUs, two on each socket: one switch then writes to three root ports
-    links = [k for k in values["topology"]["links"] if "switch" not in k["a"] + k["b"]]
-    nodes = values["topology"]["nodes"]
-    for index in (2, 3):
-        nodes += [{"id": f"switch{index}", "kind": "switch"}]
-        nodes += [{"id": f"root{index}", "kind": "root_port"}]
-    pcie = {"kind": "pcie", "gb_per_s": 55.0, "pcie_gen": 5, "pcie_width": 16}
-    for gpu in range(8):
-        links.append({"a": f"gpu{gpu}", "b": f"switch{gpu // 2}", "latency_us": 0.34, **pcie})
-    for index in range(4):
-        links.append({"a": f"switch{index}", "b": f"root{index}", "latency_us": 0.15, **pcie})
-        if index > 1:
-            fabric = {"kind": "fabric", "gb_per_s": 57.0, "latency_us": 0.04}
-            links.append({"a": f"root{index}", "b": f"socket{index - 2}", **fabric})
-    values["topology"]["links"] = links
-    machine = Machine.from_dict(values)
+    machine = SWITCHES
+    values = machine.to_dict()
     none = Machine.from_dict(
         values
         | {

@@ -15,6 +15,7 @@ from autotune.errors import AutotuneError
 #: a command itself
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "study": ("autotune.cli.study:app", "Start, resume, stop and read studies."),
+    "lint": ("autotune.cli.lint:lint", "Find faults in a server's command line, without a GPU."),
     "doctor": ("autotune.cli.doctor:doctor", "Find host faults that make serving slow."),
     "probe": ("autotune.cli.probe:probe", "Measure this host and write a machine file."),
     "explain": ("autotune.cli.explain:explain", "Where the time goes and what could be faster."),

@@ -1,0 +1,95 @@
+"""Where a prediction of effects is made: the communicator behind a log, or of a machine file.
+
+A log never says how fast its links are. Times are predicted for a machine file that is given, or
+for a known one whose NCCL search gives the very communicator that the log shows.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from autotune.effect.by_size import Scene
+from autotune.nccl_log_types import CommLog, NcclLog, ProcessLog
+from autotune.selector_check import CAPABILITIES
+from autotune.selector_log import LoggedCommunicator
+from model.machine import Machine, load_machine
+from model.nccl.communicator import communicator_for
+from model.nccl.settings import NcclSettings
+from model.nccl.tuning import Communicator
+from model.nccl.versions import release_for
+
+MACHINES = Path(__file__).parents[2] / "studies" / "machines"
+
+
+def scene_of_machine(machine: Machine, num_ranks: int, version: str) -> Scene:
+    """The communicator of all ranks of a machine under no settings.
+
+    Raises ``ValueError`` for an unknown version or too few GPUs.
+    """
+    comm = communicator_for(machine, num_ranks, NcclSettings(), version)
+    return Scene(comm=comm, machine=machine)
+
+
+def scene_of_log(
+    log: NcclLog, process: ProcessLog, comm: CommLog, machine: Machine | None
+) -> Scene | str:
+    """The scene of one logged communicator, or why there is none (one clause)."""
+    version = process.version or (log.versions[0] if len(log.versions) == 1 else None)
+    if version is None:
+        return "the log does not show the NCCL version"
+    try:
+        release = release_for(version)
+        settings = NcclSettings.from_env(process.environment)
+        candidates = [
+            LoggedCommunicator.of(log, comm, settings, release, capability)
+            for capability in CAPABILITIES
+        ]
+    except ValueError as error:
+        return f"{error} (NCCL_DEBUG_SUBSYS=INIT,ENV,GRAPH,TUNING shows them)"
+    best = min(candidates, key=lambda candidate: candidate.misses)
+    if machine is not None:
+        problem = _differs(machine, best.comm, settings)
+        if problem is not None:
+            return f"machine {machine.name} is not the host of the log: {problem}"
+        return Scene(comm=best.comm, machine=machine)
+    fitting = [m for m in _known_machines() if _differs(m, best.comm, settings) is None]
+    # a host that forces P2P off is the same communicator as one with NCCL_P2P_DISABLE=1
+    return Scene(comm=best.comm, machine=fitting[0] if fitting else None)
+
+
+def _differs(machine: Machine, comm: Communicator, settings: NcclSettings) -> str | None:
+    """What a machine's communicator has otherwise than the logged one, or None."""
+    if machine.gpu is None:
+        return "it has no GPU"
+    if machine.gpu.count < comm.num_ranks:
+        return f"{machine.gpu.count} GPUs, {comm.num_ranks} ranks"
+    try:
+        ours = communicator_for(
+            machine, comm.num_ranks, settings, comm.release.name, multicast=comm.nvls is not None
+        )
+    except ValueError as error:
+        return str(error)
+    if ours.transport != comm.transport:
+        return f"transport {ours.transport}, logged {comm.transport}"
+    for name, mine, theirs in (("ring", ours.ring, comm.ring), ("tree", ours.tree, comm.tree)):
+        a = (mine.num_channels, round(mine.bw_intra, 2), mine.type_intra)
+        b = (theirs.num_channels, round(theirs.bw_intra, 2), theirs.type_intra)
+        if a != b:
+            return f"{name} search {a}, logged {b} (channels, GB/s, path type)"
+    if ours.num_channels != comm.num_channels:
+        return f"{ours.num_channels} channels, logged {comm.num_channels}"
+    if ours.min_cc // 10 != comm.min_cc // 10:
+        return f"compute capability {ours.min_cc}, logged tables of {comm.min_cc}"
+    return None
+
+
+@cache
+def _known_machines() -> tuple[Machine, ...]:
+    return tuple(_loaded())
+
+
+def _loaded() -> Iterator[Machine]:
+    for path in sorted(MACHINES.glob("*.yaml")):
+        machine = load_machine(path)
+        if machine.gpu is not None:
+            yield machine

@@ -1,0 +1,176 @@
+"""Options and variables that the server does not take as written."""
+
+from collections import Counter
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from autotune.lint.findings import Hit, error, info, rule, warning
+from autotune.lint.flags import SGLANG_DEPRECATED, VLLM_REMOVED, VLLM_SPEC_KEYS, Resolved
+from autotune.lint.setup import Setup
+
+_SGLANG_SOURCE = "option tables of the sglang wheels 0.4.6.post5 to 0.5.23"
+_REPEATABLE = frozenset({"--lora-paths", "--middleware", "--allowed-origins", "-e"})
+
+
+def _shown(setup: Setup) -> str:
+    return "this version" if setup.version is None else ".".join(map(str, setup.version))
+
+
+def _odd(setup: Setup, *statuses: str) -> Iterator[Resolved]:
+    return (item for item in setup.command.odd if item.status in statuses)
+
+
+@rule("flag-removed", _SGLANG_SOURCE, "sglang")
+def removed_option(setup: Setup) -> Iterator[Hit]:
+    """argparse stops at an option that is gone; as a prefix of several it is "ambiguous"."""
+    for item in _odd(setup, "removed"):
+        more = ""
+        if len(item.others) > 1:
+            more = f"; argparse calls it ambiguous ({', '.join(item.others)})"
+        fix = f"write {' or '.join(item.others)}" if item.others else "drop it"
+        yield error(
+            item.name,
+            f"SGLang {_shown(setup)} has no {item.name} (last seen in {item.version}){more}: the "
+            "server exits with code 2",
+            fix,
+        )
+
+
+@rule("flag-not-yet", _SGLANG_SOURCE, "sglang")
+def later_option(setup: Setup) -> Iterator[Hit]:
+    """An option of a newer release."""
+    for item in _odd(setup, "not_yet"):
+        yield error(
+            item.name,
+            f"SGLang {_shown(setup)} does not know {item.name} yet (first seen in "
+            f"{item.version}): the server exits with code 2",
+            f"upgrade to {item.version} or newer, or drop it",
+        )
+
+
+@rule("flag-ambiguous", _SGLANG_SOURCE, "sglang")
+def ambiguous_option(setup: Setup) -> Iterator[Hit]:
+    """A prefix of several options."""
+    for item in _odd(setup, "ambiguous"):
+        yield error(
+            item.name,
+            f"{item.name} could be {', '.join(item.others)}: argparse exits with code 2",
+            "write the option in full",
+        )
+
+
+@rule("flag-unknown", _SGLANG_SOURCE, "sglang")
+def unknown_option(setup: Setup) -> Iterator[Hit]:
+    """An option of no release that was read."""
+    for item in _odd(setup, "unknown"):
+        near = f"did you mean {item.others[0]}?" if item.others else "drop it"
+        yield error(
+            item.name,
+            f"SGLang {_shown(setup)} has no option {item.name}: the server exits with code 2",
+            near,
+        )
+
+
+@rule("flag-deprecated", _SGLANG_SOURCE, "sglang")
+def deprecated_option(setup: Setup) -> Iterator[Hit]:
+    """Still taken, but on the way out."""
+    for option in setup.command.options:
+        if option.name in SGLANG_DEPRECATED:
+            since, successor = SGLANG_DEPRECATED[option.name]
+            if setup.before(since) is False:
+                yield info(option.text, f"deprecated since {since}", f"write {successor}")
+
+
+@rule("flag-removed-vllm", "vllm 0.16.0 and 0.33.0 sources", "vllm")
+def removed_vllm_option(setup: Setup) -> Iterator[Hit]:
+    """Options that vLLM replaced by a configuration object."""
+    for option in setup.command.options:
+        if option.name not in VLLM_REMOVED:
+            continue
+        gone, successor = VLLM_REMOVED[option.name]
+        fix = f"use {successor}" if successor else "drop it"
+        if setup.before(gone) is None:
+            yield warning(option.text, f"gone by vLLM {gone}", fix)
+        elif not setup.before(gone):
+            yield error(option.text, f"vLLM {_shown(setup)} has no {option.name}: exit code 2", fix)
+
+
+@rule("spec-key-unknown", "server-recordings/serve-bad-spec-key.log (vLLM 0.32 refuses it)", "vllm")
+def unknown_spec_key(setup: Setup) -> Iterator[Hit]:
+    """speculative_config refuses a key it does not know (pydantic, extra=forbid)."""
+    for key in setup.command.config("--speculative-config"):
+        lacks_yet, gone = VLLM_SPEC_KEYS.get(key, (None, None))
+        subject = f"speculative_config.{key}"
+        if gone is not None and setup.before(gone) is not True:
+            tree = " Tree speculation is an SGLang-only axis." if "tree" in key else ""
+            known = setup.before(gone) is False
+            yield (error if known else warning)(
+                subject, f"vLLM {gone} and newer refuse this key: the server stops at start.{tree}",
+                "drop the key; a chain of num_speculative_tokens remains",
+            )  # fmt: skip
+        if lacks_yet is not None and setup.version is not None:
+            if not setup.before("0.17"):
+                continue
+            yield error(subject, f"vLLM {lacks_yet} does not know this key yet", "upgrade vLLM")
+
+
+@rule("json-invalid", "vllm 0.33.0 source: options parsed by json.loads")
+def invalid_json(setup: Setup) -> Iterator[Hit]:
+    """A configuration object that is no JSON."""
+    for name, problem in setup.command.bad_json.items():
+        yield error(name, f"its value is no JSON object: {problem}", "quote it: '{\"key\": value}'")
+
+
+@rule("flag-repeated", "argparse: the last occurrence counts")
+def repeated_option(setup: Setup) -> Iterator[Hit]:
+    """One option with two values: the earlier one is lost without a word."""
+    counts = Counter(option.name for option in setup.command.options)
+    for name, count in counts.items():
+        mine = [option for option in setup.command.options if option.name == name]
+        if count > 1 and name not in _REPEATABLE and len({option.values for option in mine}) > 1:
+            if name in setup.command.configs:
+                continue
+            yield warning(
+                name,
+                f"given {count} times ({', '.join(' '.join(o.values) for o in mine)}): only the "
+                f"last, {' '.join(mine[-1].values)}, counts",
+                "keep one",
+            )
+
+
+#: variables whose misspelling NCCL would ignore in silence
+_NCCL_VARIABLES = (
+    "NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS",
+    "NCCL_MAX_CTAS", "NCCL_NTHREADS", "NCCL_LL128_NTHREADS", "NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE",
+    "NCCL_LL128_BUFFSIZE", "NCCL_THREAD_THRESHOLDS", "NCCL_P2P_LEVEL", "NCCL_P2P_DISABLE",
+    "NCCL_SHM_DISABLE", "NCCL_SHM_LOCALITY", "NCCL_SHM_USE_CUDA_MEMCPY", "NCCL_NVLS_ENABLE",
+    "NCCL_CUMEM_ENABLE", "NCCL_CUMEM_HOST_ENABLE", "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS",
+    "NCCL_DEBUG_FILE", "NCCL_CONF_FILE", "NCCL_GRAPH_FILE", "NCCL_TOPO_FILE", "NCCL_TUNER_PLUGIN",
+    "NCCL_TUNER_CONFIG_FILE", "NCCL_PROFILER_PLUGIN", "NCCL_ENV_PLUGIN", "NCCL_NET",
+    "NCCL_NET_PLUGIN",    
+    "NCCL_NET_GDR_LEVEL", "NCCL_NET_DISABLE_INTRA", "NCCL_IB_DISABLE", "NCCL_IB_HCA",
+    "NCCL_SOCKET_IFNAME", "NCCL_CROSS_NIC", "NCCL_CHECKS_DISABLE", "NCCL_LAUNCH_MODE",
+    "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_GRAPH_REGISTER", "NCCL_P2P_READ_ENABLE", "NCCL_NO_CACHE",
+    "NCCL_COLLNET_ENABLE", "NCCL_HOSTID", "NCCL_IGNORE_CPU_AFFINITY", "NCCL_BLOCKING_WAIT",
+    "NCCL_ASYNC_ERROR_HANDLING", "NCCL_MNNVL_ENABLE", "NCCL_P2P_NET_CHUNKSIZE", "NCCL_RAS_ENABLE",
+    "NCCL_MIN_NRINGS", "NCCL_MAX_NRINGS", "NCCL_P2P_PCI_CHUNKSIZE", "NCCL_P2P_NVL_CHUNKSIZE",
+    "NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_NCHANNELS_PER_NET_PEER",
+    "NCCL_SET_THREAD_NAME", "NCCL_IB_GID_INDEX", "NCCL_IB_TIMEOUT", "NCCL_IB_QPS_PER_CONNECTION",
+    "NCCL_WORK_FIFO_BYTES", "NCCL_COMM_BLOCKING", "NCCL_DMABUF_ENABLE", "NCCL_WIN_ENABLE",
+    "NCCL_SYM_CTAS", "NCCL_NVLS_NCHANNELS", "NCCL_LOCAL_REGISTER", "NCCL_PXN_DISABLE",
+)  # fmt: skip
+
+
+@rule("env-misspelt", "NCCL reads what it knows and ignores every other name in silence")
+def misspelt_variable(setup: Setup) -> Iterator[Hit]:
+    """A name close to a variable that exists: nobody ever reads it."""
+    for name, value in setup.env.items():
+        if not name.startswith("NCCL_") or name in _NCCL_VARIABLES:
+            continue
+        near = get_close_matches(name, _NCCL_VARIABLES, n=1, cutoff=0.8)
+        if near:
+            yield warning(
+                f"{name}={value}",
+                f"NCCL knows no {name} and ignores it without a word",
+                f"did you mean {near[0]}?",
+            )

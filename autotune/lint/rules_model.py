@@ -1,0 +1,273 @@
+"""What the performance model says: can this speculation break even, what could NCCL change?"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from autotune.lint.findings import Hit, error, info, rule, warning
+from autotune.lint.setup import Setup
+
+#: context of the question where nobody says one, tokens
+_CONTEXT = 2000
+#: a measured accept length this far below the need is beyond the model's error
+_CLEAR = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Predicted cycle with speculation and step without, ms (median, 5 %, 95 %), and terms."""
+
+    cycle_ms: tuple[float, float, float]
+    plain_ms: tuple[float, float, float]
+    accept_length: tuple[float, float, float]
+    terms_ms: Mapping[str, float]
+    plain_terms_ms: Mapping[str, float]
+
+    @property
+    def need(self) -> float:
+        """Break-even accept length: cycle over plain step, medians."""
+        return self.cycle_ms[0] / self.plain_ms[0]
+
+
+def forecast(setup: Setup) -> Forecast | None:
+    """The model's answer; None without machine, target or a drafting method that it knows."""
+    spec, machine, target = setup.speculation, setup.machine, setup.target
+    if spec is None or machine is None or target is None or setup.tp is None:
+        return None
+    known = spec.algorithm in ("EAGLE3", "EAGLE", "MTP")
+    if not known or spec.steps is None or spec.topk is None or spec.draft_tokens is None:
+        return None
+    if target.head_problem(setup.tp) or (machine.gpu is not None and setup.tp > machine.gpu.count):
+        return None
+    key = (spec.steps, spec.topk, spec.draft_tokens, setup.tp, setup.concurrency or 1)
+    return _forecast(_Identity((machine, target)), key)
+
+
+class _Identity:
+    """Models as a cache key: the very objects."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __hash__(self) -> int:
+        return hash(tuple(id(value) for value in self.values))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and all(
+            a is b for a, b in zip(self.values, other.values, strict=True)
+        )
+
+
+@lru_cache(maxsize=8)
+def _forecast(models: _Identity, key: tuple[int, int, int, int, int]) -> Forecast | None:
+    from model.acceptance import AcceptanceModel
+    from model.calibration import default_calibration
+    from model.predictor import Predictor
+    from model.shapes import DraftShape
+    from model.spec import Knobs, Workload
+
+    machine, target = models.values
+    steps, topk, draft_tokens, tp, concurrency = key
+    graphs = machine.gpu is not None
+    shared = {
+        "parallel.tp": tp,
+        "collectives.backend": "nccl" if graphs else "gloo",
+        "cuda_graph.decode": graphs,
+    }
+    spec = {
+        **shared,
+        "speculation.method": "eagle3",
+        "speculation.steps": steps,
+        "speculation.topk": topk,
+        "speculation.draft_tokens": draft_tokens,
+        "cuda_graph.draft": graphs,
+        "cuda_graph.verify": graphs,
+        "cuda_graph.extend": graphs,
+    }
+    workload = Workload(
+        prompts="lint", prompts_sha256="", chat_template=None, input_len=_CONTEXT, output_len=256,
+        context=_CONTEXT, temperature=0.0, ignore_eos=True, seed=0, concurrency=concurrency,
+    )  # fmt: skip
+    predictor = Predictor(
+        target,
+        DraftShape.standard(target),
+        machine,
+        default_calibration(machine),
+        AcceptanceModel.prior(),
+    )
+    try:
+        with_spec = predictor.predict(Knobs.of(spec), workload)
+        plain = predictor.predict(Knobs.of(shared), workload)
+    except ValueError:
+        # another rule names the impossible tree or the missing version
+        return None
+
+    def three(interval: Any) -> tuple[float, float, float]:
+        return interval.median, interval.low, interval.high
+
+    return Forecast(
+        cycle_ms=three(with_spec.cycle_ms),
+        plain_ms=three(plain.cycle_ms),
+        accept_length=three(with_spec.accept_length),
+        terms_ms={name: term.median for name, term in with_spec.terms_ms.items()},
+        plain_terms_ms={name: term.median for name, term in plain.terms_ms.items()},
+    )
+
+
+@rule("spec-break-even", "sgl-project/SpecForge#339, #6949; speculation.md 1.5")
+def can_it_break_even(setup: Setup) -> Iterator[Hit]:
+    """Accept length needed (cycle over plain step) against what is known or possible."""
+    found = forecast(setup)
+    spec = setup.speculation
+    if found is None or spec is None or spec.steps is None:
+        return
+    need = found.need
+    verify = sum(ms for name, ms in found.terms_ms.items() if name.startswith("verify."))
+    reduce = found.terms_ms.get("verify.allreduce", 0.0)
+    fixed = found.cycle_ms[0] - verify
+    host = "" if setup.machine is None else setup.machine.name
+    numbers = (
+        f"predicted on {host} at {setup.concurrency or 1} request(s): cycle "
+        f"{found.cycle_ms[0]:.1f} "
+        f"ms (90 %: {found.cycle_ms[1]:.1f}-{found.cycle_ms[2]:.1f}; verify {verify:.1f}, of it "
+        f"all-reduce {reduce:.1f}; draft, extend, sampling and gaps {fixed:.1f}) against "
+        f"{found.plain_ms[0]:.1f} ms plain: break-even accept length {need:.2f}"
+    )
+    subject = spec.text()
+    known = setup.accept_length
+    if known is not None:
+        verdict = f"; yours is {known:.2f}"
+        if known < _CLEAR * need:
+            yield error(subject, numbers + verdict + ": slower than no speculation",
+                        "fewer draft tokens, another draft, or no speculation")  # fmt: skip
+            return
+        if known < need:
+            yield warning(
+                subject,
+                numbers + verdict + ": about as slow as no speculation or slower",
+                "measure against the baseline; fewer draft tokens",
+            )
+            return
+        yield info(subject, numbers + verdict + ": it pays", "")
+        return
+    largest = spec.steps + 1
+    median, low, high = found.accept_length
+    if need > largest:
+        yield error(
+            subject,
+            f"{numbers}, above the {largest} that {spec.steps} steps can ever give",
+            "no speculation at this load",
+        )
+    elif need > high:
+        yield warning(
+            subject,
+            f"{numbers}; EAGLE-3 heads give {median:.2f} (90 %: {low:.2f}-{high:.2f}) at this size",
+            "fewer draft tokens, or no speculation at this load; measure the accept length",
+        )
+    else:
+        yield info(
+            subject,
+            f"{numbers}; EAGLE-3 heads give {median:.2f} (90 %: {low:.2f}-{high:.2f}) at this size",
+            "give --accept-length to judge it",
+        )
+
+
+@rule("spec-expert-union", "sgl-project/SpecForge#339; MoESD equation 8")
+def verify_reads_more_experts(setup: Setup) -> Iterator[Hit]:
+    """A verify of n tokens reads the union of their experts."""
+    target, spec = setup.target, setup.speculation
+    if target is None or spec is None or spec.draft_tokens is None or not target.moe_layers:
+        return
+    share = target.experts_per_token / target.experts
+    if share > 0.25 or setup.verify_tokens < 2:
+        return
+    one, many = (
+        target.experts * (1.0 - (1.0 - share) ** tokens) for tokens in (1, spec.draft_tokens)
+    )
+    yield info(
+        spec.text(),
+        f"{target.name} activates {target.experts_per_token} of {target.experts} experts a token: "
+        "a "
+        f"verify of {spec.draft_tokens} tokens reads up to {many:.0f} a layer, {many / one:.1f} x "
+        "those of a plain step (uniform routing; correlated routing reads fewer)",
+        "a smaller tree reads fewer experts; compare the break-even accept length",
+    )
+
+
+@rule("log-below-break-even", "the story: 59-61 tok/s with speculation, 82-83 without; vllm#44697")
+def slower_than_baseline(setup: Setup) -> Iterator[Hit]:
+    """Measured speed, accept length and baseline give the break-even length, without a model."""
+    log, baseline = setup.log, setup.baseline_tokens_per_s
+    tau = setup.accept_length
+    if log is None or baseline is None or tau is None:
+        return
+    speed, running = _measured(setup)
+    if speed is None or speed >= baseline:
+        return
+    cycle, plain = running * tau * 1e3 / speed, running * 1e3 / baseline
+    lost = cycle - plain * tau
+    first = next((d.positions[0] for d in log.steady() if d.positions), None)
+    fine = (first is not None and first >= 0.6) or (first is None and tau >= 2.0)
+    cause = (
+        f"acceptance is fine; {lost:.1f} ms of every round must go: draft passes, launches and "
+        "collectives that do not shrink"
+        if fine
+        else "both acceptance and cost of a round stand in the way"
+    )
+    yield error(
+        f"{speed:.1f} tok/s against {baseline:.1f} without speculation",
+        f"a round takes {cycle:.1f} ms, a plain step {plain:.1f}: break-even accept length "
+        f"{cycle / plain:.2f}, measured {tau:.2f}. {cause}{_explained(setup, cycle)}",
+        "look at graph state and attention backend of the verify first; no speculation meanwhile",
+    )
+
+
+@rule("log-step-above-model", "local-inference-lab/rtx6kpro#25 (12-16 ms fixed per forward)")
+def step_above_prediction(setup: Setup) -> Iterator[Hit]:
+    """A measured step beyond the model's interval: something is there that physics does not ask."""
+    speed, running = _measured(setup)
+    found, tau = forecast(setup), setup.accept_length
+    if found is None or speed is None or tau is None:
+        return
+    cycle = running * tau * 1e3 / speed
+    if running == (setup.concurrency or 1) and cycle > 1.3 * found.cycle_ms[2]:
+        reduce = found.terms_ms.get("verify.allreduce", 0.0)
+        yield warning(
+            f"{cycle:.1f} ms a round",
+            f"predicted {found.cycle_ms[0]:.1f} ms (90 %: up to {found.cycle_ms[2]:.1f}), of which "
+            f"all-reduce {reduce:.1f} ms: {cycle - found.cycle_ms[0]:.1f} ms are unexplained, more "
+            "than NCCL settings could give back on a healthy host",
+            "in this order: graph state, attention backend, MoE kernel for more than one token, "
+            "then "
+            "the all-reduce micro-benchmark and peer-to-peer faults",
+        )
+
+
+def _explained(setup: Setup, cycle_ms: float) -> str:
+    found = forecast(setup)
+    if found is None:
+        return ""
+    reduce = found.terms_ms.get("verify.allreduce", 0.0)
+    return (
+        f". The model expects {found.cycle_ms[0]:.1f} ms a round; all communication in it is "
+        f"{reduce:.1f} ms, the most that NCCL settings can move"
+    )
+
+
+def _measured(setup: Setup) -> tuple[float | None, int]:
+    """Median tokens/s of the steady decode lines with the most usual batch, and that batch."""
+    log = setup.log
+    if log is None:
+        return None, 1
+    rows = [d for d in log.steady() if d.tokens_per_s and d.running]
+    if rows:
+        batches = [d.running for d in rows]
+        batch = max(set(batches), key=batches.count) or 1
+        speeds = sorted(d.tokens_per_s or 0.0 for d in rows if d.running == batch)
+        return speeds[len(speeds) // 2], batch
+    tpot = log.bench.get("mean_tpot_ms")
+    if tpot:
+        batch = max(round(log.bench.get("concurrency", 1.0)), 1)
+        return batch * 1e3 / tpot, batch
+    return None, 1

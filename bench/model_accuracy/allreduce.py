@@ -146,7 +146,7 @@ def published_scores(gpu: str, modes: Sequence[str]) -> list[Score]:
     return found
 
 
-def regime(record: Record, rows: Rows, index: int) -> str:
+def regime(record: Record) -> str:
     """Protocol and most channels of an H200 environment, as left out together."""
     env = dict(record.env)
     if env.get("NCCL_PROTO") == "LL128":
@@ -162,7 +162,7 @@ def h200_scores() -> tuple[Score, list[Score], list[LeftOut]]:
     records = [r for r in all_records if r.graphed]
     rows = all_rows.take(all_rows.graphed)
     groups = np.array([r.group for r in records])
-    regimes = np.array([regime(r, rows, i) for i, r in enumerate(records)])
+    regimes = np.array([regime(r) for r in records])
     predicted = cross_validate(rows, groups)
     each = [
         _subset(g, records, rows, predicted, groups == g) for g in dict.fromkeys(groups.tolist())

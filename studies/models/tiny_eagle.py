@@ -196,6 +196,9 @@ def save_head(head: EagleHead, folder: Path) -> None:
         "eos_token_id": 0,
         "attention_bias": False,
         "norm_before_residual": True,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(aux_layers(c))},
+        # two readings are in use: at top level "the states entering layer i" (vLLM), inside
+        # eagle_config "the states leaving layer i" (SGLang); both name the same states here
+        "eagle_aux_hidden_state_layer_ids": list(aux_layers(c)),
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in aux_layers(c)]},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

@@ -57,6 +57,9 @@ def write_card(path: Path, results: dict[str, Any], sizes: Any) -> None:
         for name, r in results["acceptance"].items()
         for a, b in r["samples"][:1]
     )
+    # a head trained later keeps the target of an earlier command
+    earlier = results.get("target_command")
+    target_command = f"{earlier}\n" if earlier else ""
     path.write_text(
         f"""---
 language: en
@@ -96,7 +99,7 @@ PSF License Version 2.
 
 ## Training
 ```
-{env["command"]}
+{target_command}{env["command"]}
 ```
 {env["device"]}, Python {env["python"]}, torch {env["torch"]}, transformers {env["transformers"]},
 tokenizers {env["tokenizers"]}; {results["seconds"]} s in all, seed {results["seed"]}. Budgets are

@@ -145,6 +145,13 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, folder: Path):
     return tokenizer
 
 
+def saved_tokenizer(folder: Path):
+    """The tokenizer of an earlier run."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
 def encode(tokenizer, documents: Iterable[str], seed: int) -> NDArray[np.int32]:
     """All documents in a seeded order, each followed by the end-of-text token, as one array."""
     order = np.random.default_rng(seed)

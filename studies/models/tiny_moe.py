@@ -201,8 +201,8 @@ class TinyMoe(nn.Module):
         shape = (batch, c.num_kv_heads, rows, c.head_dim)
         return [(like.new_empty(shape), like.new_empty(shape)) for _ in range(c.num_layers)]
 
-    def hf_state(self) -> dict[str, torch.Tensor]:
-        """bf16 weights under the names of a Qwen3-MoE checkpoint, one matrix an expert."""
+    def hf_views(self) -> dict[str, torch.Tensor]:
+        """The weights themselves under a Qwen3-MoE checkpoint's names, one matrix an expert."""
         c = self.c
         state = {
             "model.embed_tokens.weight": self.embed.weight,
@@ -225,7 +225,17 @@ class TinyMoe(nn.Module):
                 state[f"{p}mlp.experts.{e}.gate_proj.weight"] = layer.gate.weight[rows]
                 state[f"{p}mlp.experts.{e}.up_proj.weight"] = layer.up.weight[rows]
                 state[f"{p}mlp.experts.{e}.down_proj.weight"] = layer.down.weight[:, rows]
-        return {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in state.items()}
+        return {name: weight.detach() for name, weight in state.items()}
+
+    def hf_state(self) -> dict[str, torch.Tensor]:
+        """bf16 copies for a checkpoint."""
+        views = self.hf_views()
+        return {k: v.to("cpu", torch.bfloat16).contiguous() for k, v in views.items()}
+
+    def load_hf_state(self, state: dict[str, torch.Tensor]) -> None:
+        """The inverse of ``hf_state``."""
+        for name, weight in self.hf_views().items():
+            weight.copy_(state[name])
 
     def round_to_bf16(self) -> None:
         """Round the weights to what the checkpoint holds, so that measurements are of that."""

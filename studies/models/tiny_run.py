@@ -12,6 +12,8 @@ import torch
 from tiny_moe import TinyConfig
 
 TARGET_FOLDER, HEAD_FOLDER = "tiny-moe", "tiny-moe-eagle3"
+#: what a run measured, beside the folders
+RESULTS = "training-results.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,7 @@ class Sizes:
         (64, 192, 2048, 4, 0.0),
         (128, 192, 2048, 4, 0.0),
         (256, 192, 2048, 2, 0.0),
-        (96, 192, 2048, 3, 1.0),
+        (96, 192, 2048, 5, 1.0),
         (832, 192, 1024, 1, 0.0),
     )
     head_batch_tokens: int = 16384
@@ -86,7 +88,7 @@ class Run:
         with tarfile.open(self.args.pack / f"{folder}.tar.gz", "w:gz") as tar:
             tar.add(self.args.models / folder, arcname=folder)
         (self.args.pack / "train.log").write_text("\n".join(self.log_lines) + "\n")
-        (self.args.pack / "results.json").write_text(json.dumps(self.results, indent=1))
+        (self.args.pack / RESULTS).write_text(json.dumps(self.results, indent=1))
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")

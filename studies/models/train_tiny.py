@@ -8,6 +8,7 @@ stage has a wall-clock budget; what is there so far is saved as it goes, and pac
 """
 
 import argparse
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +16,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812
 from tiny_card import environment, write_card
-from tiny_corpus import encode, read_corpus, train_tokenizer
+from tiny_corpus import encode, read_corpus, saved_tokenizer, train_tokenizer
 from tiny_eagle import aux_layers
 from tiny_export import check_target, eager_copy, save_target
 from tiny_head_stages import continuations, measure, train_head
 from tiny_moe import TinyMoe
-from tiny_run import HEAD_FOLDER, SMOKE, TARGET_FOLDER, Data, Run, Sizes, optimise
+from tiny_run import HEAD_FOLDER, RESULTS, SMOKE, TARGET_FOLDER, Data, Run, Sizes, optimise
 
 
 def prepare(run: Run) -> Data:
@@ -28,7 +29,10 @@ def prepare(run: Run) -> Data:
     corpus = read_corpus(run.args.stdlib, run.sizes.max_files)
     run.log(f"corpus: {len(corpus.code)} modules, {corpus.num_chars} characters")
     folder = run.args.models / TARGET_FOLDER
-    tokenizer = train_tokenizer(corpus, run.sizes.config.vocab_size, folder)
+    if run.args.keep_target:
+        tokenizer = saved_tokenizer(folder)
+    else:
+        tokenizer = train_tokenizer(corpus, run.sizes.config.vocab_size, folder)
     streams = [
         torch.from_numpy(encode(tokenizer, d, run.args.seed)) for d in (corpus.code, corpus.text)
     ]
@@ -99,6 +103,19 @@ def train_target(run: Run, data: Data, until_of: Callable[[], float]) -> TinyMoe
     return target
 
 
+def load_target(run: Run) -> TinyMoe:
+    """The target of an earlier run, whose results stand beside its folder."""
+    from safetensors.torch import load_file
+
+    target = TinyMoe(run.sizes.config).to(run.device)
+    target.load_hf_state(load_file(str(run.args.models / TARGET_FOLDER / "model.safetensors")))
+    earlier = json.loads((run.args.models / RESULTS).read_text())
+    run.results["target"] = earlier["target"]
+    run.results["target_command"] = earlier.get("target_command", earlier["environment"]["command"])
+    run.log(f"target loaded from {run.args.models / TARGET_FOLDER}")
+    return target
+
+
 def compile_layers(run: Run, target: TinyMoe, batches: list[torch.Tensor]) -> None:
     """Compile the layer once for every sequence length; stays eager when that fails."""
     import torch._dynamo
@@ -134,6 +151,9 @@ def main() -> None:
     )
     parser.add_argument("--note", default="", help="what --stdlib is, for the model card")
     parser.add_argument("--pack", type=Path, help="also write tar.gz files here")
+    parser.add_argument(
+        "--keep-target", action="store_true", help="train only the head, for the target in --models"
+    )
     parser.add_argument("--seconds-target", type=float, default=230)
     parser.add_argument("--seconds-head", type=float, default=120)
     parser.add_argument("--seconds-total", type=float, default=560, help="everything ends by then")
@@ -151,15 +171,18 @@ def main() -> None:
     run.results["environment"], run.results["note"] = environment(args), args.note
     run.log(f"{run.results['environment']}")
     data = prepare(run)
-    generating = args.seconds_total * 0.06
-    target = train_target(
-        run,
-        data,
-        lambda: min(
-            run.seconds + args.seconds_target,
-            args.seconds_total - reserve - generating - args.seconds_head,
-        ),
-    )
+    generating = args.seconds_total * (0.25 if args.keep_target else 0.06)
+    if args.keep_target:
+        target = load_target(run)
+    else:
+        target = train_target(
+            run,
+            data,
+            lambda: min(
+                run.seconds + args.seconds_target,
+                args.seconds_total - reserve - generating - args.seconds_head,
+            ),
+        )
     target = eager_copy(target)
     run.results["target_check"] = check_target(target, args.models / TARGET_FOLDER)
     run.log(f"target checked against transformers: {run.results['target_check']}")

@@ -4,9 +4,10 @@
 
 Shapes of Qwen3-30B-A3B, bf16, context 1024, random weights; needs torch and triton only. Kernel
 times are per call inside a CUDA graph with rotated weights (cold L2), without and with programmatic
-dependent launch; the floor is bytes / 4.2 TB/s (--bandwidth for another GPU). Then one whole
-forward (``--layers`` layers and the head, greedy) captured as the engine would capture it. One JSON
-line per row goes to --json. Exit code 1 when a kernel deviates from its reference.
+dependent launch (each compiles its own kernels: ``--pdl off`` or ``on`` halves that); the floor is
+bytes / 4.2 TB/s (--bandwidth for another GPU). Then one whole forward (``--layers`` layers and the
+head, greedy) captured as the engine would capture it. One JSON line per row goes to --json. Exit
+code 1 when a kernel deviates from its reference.
 """
 
 import argparse
@@ -30,31 +31,33 @@ DEVICE = torch.device("cuda")
 MAX_ERROR = 0.03
 
 
-def bench_case(case: Case, bandwidth: float, replays: int) -> dict[str, object]:
+def bench_case(case: Case, bandwidth: float, replays: int, modes: list[bool]) -> dict[str, object]:
     """One row: error against the reference, microseconds without and with PDL, floor."""
     inputs = rotated_inputs(case, DEVICE, torch.bfloat16)
     row: dict[str, object] = {"kernel": case.name}
-    with programmatic_launch(False):
+    with programmatic_launch(modes[0]):
         row["error"] = relative_error(case, inputs[0])
-    plain = time_case(case, inputs, replays, pdl=False)
-    early = time_case(case, inputs, replays, pdl=True)
+    timings = {pdl: time_case(case, inputs, replays, pdl) for pdl in modes}
     floor = sum(case.min_bytes(i) for i in inputs[:8]) / len(inputs[:8]) / bandwidth * 1e6
+    row |= {("pdl_us" if pdl else "us"): timing.us for pdl, timing in timings.items()}
+    row |= {("pdl_range" if pdl else "range"): [timing.low_us, timing.high_us]
+            for pdl, timing in timings.items()}  # fmt: skip
     row |= {
-        "us": plain.us, "low_us": plain.low_us, "high_us": plain.high_us, "pdl_us": early.us,
-        "floor_us": floor, "share": floor / min(plain.us, early.us),
+        "floor_us": floor,
+        "share": floor / min(timing.us for timing in timings.values()),
         "config": {op: dict(tuning.last_used(op)[1]) for op in case.tuned},
         "config_source": {op: tuning.last_used(op)[2] for op in case.tuned},
-    }  # fmt: skip
+    }
     return row
 
 
 def bench_forward(
-    num_layers: int, size: tuple[int, int], bandwidth: float, replays: int
+    num_layers: int, size: tuple[int, int], bandwidth: float, replays: int, modes: list[bool]
 ) -> list[dict[str, object]]:
     """The whole forward, without and with PDL, and the spread of its routing."""
     forward = build_forward(QWEN3_30B_A3B, num_layers, size, 1024, DEVICE, torch.bfloat16)
     rows = []
-    for pdl in (False, True):
+    for pdl in modes:
         timing = time_calls([forward.run], replays, pdl)
         distinct = [touched_experts(expert) for expert in forward.experts]
         floor = forward.min_bytes(sum(distinct) / len(distinct)) / bandwidth * 1e6
@@ -93,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--replays", type=int, default=9)
     parser.add_argument("--basic", action="store_true", help="the unfused ops too")
     parser.add_argument("--tune", action="store_true", help="tune first (minutes)")
+    parser.add_argument("--pdl", choices=("both", "on", "off"), default="both")
     parser.add_argument("--only-forward", action="store_true")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -101,6 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     sizes = [tune.parse_size(text) for text in args.tokens]
     if args.tune and tune.main(["--tokens", *args.tokens]) != 0:
         return 1
+    modes = {"both": [False, True], "on": [True], "off": [False]}[args.pdl]
     start, wrong = time.monotonic(), 0
     properties = torch.cuda.get_device_properties(DEVICE)
     print(
@@ -122,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
                 cases += basic_cases(QWEN3_30B_A3B, *size, 1024)
             for case in cases:
                 try:
-                    row = bench_case(case, args.bandwidth, args.replays)
+                    row = bench_case(case, args.bandwidth, args.replays, modes)
                     wrong += float(row["error"]) > MAX_ERROR  # type: ignore[arg-type]
                 except Exception as error:  # noqa: BLE001 - one kernel's failure must not hide others
                     row = {"kernel": case.name, "failure": f"{type(error).__name__}: {error}"[:500]}
@@ -130,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
                 emit(size, row)
                 torch.cuda.empty_cache()
             try:
-                for row in bench_forward(args.layers, size, args.bandwidth, args.replays):
+                for row in bench_forward(args.layers, size, args.bandwidth, args.replays, modes):
                     emit(size, row)
             except Exception as error:  # noqa: BLE001 - as above
                 emit(

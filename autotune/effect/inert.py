@@ -26,8 +26,7 @@ def inert_reason(
         most = max((_threads(effect) for effect in effects), default=0)
         return (
             f"NCCL takes the same threads without {value}: up to {most} here, 512 is its default "
-            "and "
-            "most, and small messages run fewer whatever is set"
+            "and most, and small messages run fewer whatever is set"
         )
     if name == "NCCL_P2P_LEVEL" and effects:
         return (
@@ -72,8 +71,7 @@ def _floor(
     largest = size_text(max(effect.size_bytes for effect in effects))
     return (
         f"it raises the channels from {without} to {comm.coll_channels}, but messages up to "
-        f"{largest} "
-        "use no more of them"
+        f"{largest} use no more of them"
     )
 
 
@@ -83,13 +81,13 @@ def _buffer(environment: Mapping[str, str], effects: Sequence[SizeEffect]) -> st
         listed = parse_list("NCCL_PROTO", environment["NCCL_PROTO"], PROTOCOLS)
     if listed is not None and not listed[2]:
         return (
-            "it sizes the buffers of the Simple protocol only, and NCCL_PROTO="
-            f"{environment['NCCL_PROTO']} leaves Simple off"
+            "it sizes the buffers of the Simple protocol only, and "
+            f"NCCL_PROTO={environment['NCCL_PROTO']} leaves Simple off"
         )
     if effects and not any("/Simple" in effect.present for effect in effects):
         return (
-            "it sizes the buffers of the Simple protocol only, and none of the "
-            f"{len(effects)} sizes here runs Simple"
+            f"it sizes the buffers of the Simple protocol only, and none of the {len(effects)} "
+            "sizes here runs Simple"
         )
     return None
 

@@ -9,7 +9,7 @@ _WORDS = {
     "inert": "inert",
     "helps": "helps",
     "harms": "harms",
-    "unclear": "changes the kernel, gain unclear,",
+    "unclear": "changes what runs, gain unclear,",
     "fails": "leaves NCCL nothing to run",
 }
 

@@ -53,8 +53,7 @@ SIGNATURES = (
     _signature(
         "log-nccl-no-algorithm", r"[Nn]o algorithm/protocol .*available for function", "error",
         "the lists in NCCL_ALGO and NCCL_PROTO leave a collective nothing to run; from 2.31 on "
-        "naming "
-        "one collective clears the others",
+        "naming one collective clears the others",
         "write NCCL_ALGO='ring,tree;allreduce:ring'", "vllm-project/vllm#58179",
     ),
     _signature(
@@ -66,8 +65,7 @@ SIGNATURES = (
         "log-topology-fallback", r"Could not find a path for pattern|falling back to simple order",
         "warning",
         "NCCL's graph search found nothing: one channel at 0.1 GB/s in its model, so it switches "
-        "to "
-        "Simple from 4 KiB on",
+        "to Simple from 4 KiB on",
         "NCCL_GRAPH_FILE with an explicit graph, or NCCL_PROTO=LL for small messages",
         "NVIDIA/nccl PR 2127, local-inference-lab/rtx6kpro optimization/nccl-tuning",
     ),

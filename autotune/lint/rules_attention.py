@@ -26,6 +26,8 @@ def default_backend(setup: Setup) -> str | None:
     """What SGLang picks by GPU and architecture; None where that is not known."""
     if setup.cc is None or setup.mla is None:
         return None
+    if setup.mla and setup.before("0.4.5"):
+        return "triton"
     if setup.mla:
         return "fa3" if setup.cc == 90 else "flashinfer" if 100 <= setup.cc < 120 else "triton"
     tree = setup.speculation is not None and (setup.speculation.topk or 1) > 1
@@ -60,11 +62,9 @@ def verify_through_extend_kernel(setup: Setup) -> Iterator[Hit]:
     yield warning(
         f"attention backend triton, speculative attention mode {mode}",
         f"the verify of {setup.verify_tokens} tokens runs Triton's extend kernel{picked}: it has "
-        "no "
-        "split-KV, one block walks the whole context (measured elsewhere: 680 GB/s, 8 % of peak, "
-        "at "
-        "16k; 400 against 100 ms a verify), so the verify grows with context and looks like slow "
-        "communication",
+        "no split-KV, one block walks the whole context (measured elsewhere: 680 GB/s, 8 % of "
+        "peak, at 16k; 400 against 100 ms a verify), so the verify grows with context and looks "
+        "like slow communication",
         "first A/B, before any NCCL variable: --attention-backend x --speculative-attention-mode "
         "decode (flashinfer, trtllm_mla or flashmla where the GPU has them; some take topk 1 only)",
     )
@@ -152,8 +152,7 @@ def draft_takes_target_backend(setup: Setup) -> Iterator[Hit]:
         yield warning(
             f"attention backend {backend}",
             f"the draft inherits {backend}, which serves latent attention only; an EAGLE-3 head "
-            "has "
-            "plain attention as a rule and then fails at start",
+            "has plain attention as a rule and then fails at start",
             "--speculative-draft-attention-backend flashinfer (or triton)",
         )
 
@@ -181,8 +180,7 @@ def extend_outside_graphs(setup: Setup) -> Iterator[Hit]:
             "eager draft forward every step, although the log says \"cuda graph: True\" (the "
             "verify)",
             "--speculative-draft-attention-backend triton, or a newer version; check \"Capture "
-            "draft "
-            "extend\" in the log",
+            "draft extend\" in the log",
         )  # fmt: skip
     if command.option("--speculative-token-map") is not None and setup.before("0.5.20") is False:
         yield info(
@@ -217,8 +215,7 @@ def draft_changes_global_arguments(setup: Setup) -> Iterator[Hit]:
     yield warning(
         f"EAGLE3 with {backend} on a latent-attention target",
         "the draft worker sets process-wide arguments by its own architecture (chunked prefix "
-        "cache "
-        "off) after the target read them: \"AssertionError … disable_chunked_prefix_cache\" was "
-        "reported; the arguments in force differ from the command line",
+        "cache off) after the target read them: \"AssertionError … disable_chunked_prefix_cache\" "
+        "was reported; the arguments in force differ from the command line",
         "--disable-chunked-prefix-cache for both, and read back GET /server_info after start",
     )  # fmt: skip

@@ -9,7 +9,8 @@ from autotune.lint.speculation import VLLM_MODEL_METHODS
 
 #: target architectures that hold a draft layer of their own: (name, what)
 _OWN_DRAFT = re.compile(
-    r"deepseek[-_ ]?(v[3-9]|r1)|glm[-_ ]?(4\.[5-9]|5)|bailing|\bling\b|mistral[-_ ]?large[-_ ]?3|mimo",
+    r"deepseek[-_ ]?(v[3-9]|r1)|glm[-_ ]?(4\.[5-9]|5)|bailing|\bling\b|mistral[-_ ]?large[-_ ]?3|"
+    r"mimo",
     re.IGNORECASE,
 )
 #: target family -> first SGLang version whose model file has EAGLE-3 hooks (sampled wheels)
@@ -87,8 +88,8 @@ def draft_version_differs(setup: Setup) -> Iterator[Hit]:
             yield warning(
                 f"draft {_base(spec.draft_model)}",
                 f"it is named for {family} {'/'.join(sorted(versions))}, the target is "
-                f"{_base(setup.target_name)}: a head trained on another version accepts less "
-                "(2.2 where its own got more; real prompts then lost)",
+                f"{_base(setup.target_name)}: a head trained on another version accepts less (2.2 "
+                "where its own got more; real prompts then lost)",
                 "use the head of this version, or measure the accept length on your own prompts "
                 "first",
             )

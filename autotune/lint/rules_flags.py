@@ -42,8 +42,8 @@ def later_option(setup: Setup) -> Iterator[Hit]:
     for item in _odd(setup, "not_yet"):
         yield error(
             item.name,
-            f"SGLang {_shown(setup)} does not know {item.name} yet (first seen in "
-            f"{item.version}): the server exits with code 2",
+            f"SGLang {_shown(setup)} does not know {item.name} yet (first seen in {item.version}): "
+            "the server exits with code 2",
             f"upgrade to {item.version} or newer, or drop it",
         )
 
@@ -147,7 +147,7 @@ _NCCL_VARIABLES = (
     "NCCL_CUMEM_ENABLE", "NCCL_CUMEM_HOST_ENABLE", "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS",
     "NCCL_DEBUG_FILE", "NCCL_CONF_FILE", "NCCL_GRAPH_FILE", "NCCL_TOPO_FILE", "NCCL_TUNER_PLUGIN",
     "NCCL_TUNER_CONFIG_FILE", "NCCL_PROFILER_PLUGIN", "NCCL_ENV_PLUGIN", "NCCL_NET",
-    "NCCL_NET_PLUGIN",    
+    "NCCL_NET_PLUGIN",
     "NCCL_NET_GDR_LEVEL", "NCCL_NET_DISABLE_INTRA", "NCCL_IB_DISABLE", "NCCL_IB_HCA",
     "NCCL_SOCKET_IFNAME", "NCCL_CROSS_NIC", "NCCL_CHECKS_DISABLE", "NCCL_LAUNCH_MODE",
     "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_GRAPH_REGISTER", "NCCL_P2P_READ_ENABLE", "NCCL_NO_CACHE",

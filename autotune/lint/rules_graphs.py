@@ -53,10 +53,8 @@ def attention_outside_the_graph(setup: Setup) -> Iterator[Hit]:
         yield warning(
             "cudagraph_mode PIECEWISE",
             f"a verify of {setup.verify_tokens} tokens runs the attention of every layer outside "
-            "the "
-            "graph: step time grows with context (85 ms at 30k tokens, 20 ms in a full graph, 8 "
-            "RTX "
-            "PRO 6000)",
+            "the graph: step time grows with context (85 ms at 30k tokens, 20 ms in a full graph, "
+            "8 RTX PRO 6000)",
             "cudagraph_mode FULL_AND_PIECEWISE (the default), with a backend that supports it",
         )
 
@@ -88,8 +86,8 @@ def batch_above_sglang_graphs(setup: Setup) -> Iterator[Hit]:
         if missing:
             yield warning(
                 option.text,
-                f"without padding only these exact batch sizes use a graph; "
-                f"{len(missing)} sizes up to {wanted} run eager ({missing[0]}, ...)",
+                f"without padding only these exact batch sizes use a graph; {len(missing)} sizes "
+                f"up to {wanted} run eager ({missing[0]}, ...)",
                 "drop --disable-cuda-graph-padding",
             )
 
@@ -114,8 +112,7 @@ def batch_above_vllm_graphs(setup: Setup) -> Iterator[Hit]:
             yield warning(
                 f"capture size {largest}",
                 f"capture sizes are tokens, not requests: {wanted} requests x {width} verify "
-                "tokens "
-                f"= {wanted * width} > {largest}, so batches above {usable} run eager",
+                f"tokens = {wanted * width} > {largest}, so batches above {usable} run eager",
                 f"at least {wanted * width} = max_num_seqs x (1 + num_speculative_tokens)",
             )
         elif wanted is None and usable < 8:
@@ -173,32 +170,28 @@ _SINGLE_TOKEN = ("CUTLASS_MLA", "FLASHINFER")
 @rule("graph-backend-support", "vllm-project/vllm#42885, #40608; servers.md B.2", "vllm")
 def backend_declines_verify(setup: Setup) -> Iterator[Hit]:
     """A full graph needs an attention backend that takes uniform batches of 1 + k tokens."""
-    spec = setup.speculation
-    if spec is None:
-        return
     backend = _vllm_backend(setup)
     by_default = ""
     if backend is None and setup.mla and setup.cc is not None and setup.cc >= 120:
         backend, by_default = "TRITON_MLA", f" (the default for latent attention on sm_{setup.cc})"
+    verify = f"the verify of {setup.verify_tokens} tokens"
+    what = verify if setup.speculation is not None else "decoding"
     if backend == "TRITON_MLA" and setup.before("0.33") is not False:
         known = setup.before("0.17") is True
         yield (error if known else warning)(
             f"attention backend {backend}{by_default}",
-            "up to 0.16 it declares no full-graph support (from 0.33 on it does), so the verify "
-            "of "
-            f"{setup.verify_tokens} tokens drops to PIECEWISE: attention of all layers eager (8 "
-            "RTX "
-            "PRO 6000: 85 ms at 30k context against 20 ms; 8 A100: 378 against 431 tok/s)",
+            f"up to 0.16 it declares no full-graph support (from 0.33 on it does), so {what} drops "
+            "to PIECEWISE: attention of all layers eager (8 RTX PRO 6000: a verify of 85 ms at "
+            "30k context against 20 ms; 8 A100 without speculation: 378 against 431 tok/s)",
             "vLLM 0.33 or newer, or another attention backend; before any NCCL variable",
         )
-    elif backend in _SINGLE_TOKEN:
+    elif backend in _SINGLE_TOKEN and setup.speculation is not None:
         yield warning(
             f"attention backend {backend}",
-            "its full graphs take one token per request (unless trtllm-gen serves it); a verify "
-            "of "
-            f"{setup.verify_tokens} tokens drops to PIECEWISE",
-            "look for \"setting cudagraph_mode=PIECEWISE\" in the log; try another backend",
-        )  # fmt: skip
+            f"its full graphs take one token per request (unless trtllm-gen serves it); {verify} "
+            "drops to PIECEWISE",
+            'look for "setting cudagraph_mode=PIECEWISE" in the log; try another backend',
+        )
 
 
 def _vllm_backend(setup: Setup) -> str | None:
@@ -225,7 +218,7 @@ def verify_is_compute_bound(setup: Setup) -> Iterator[Hit]:
         yield warning(
             f"{spec.draft_tokens} draft tokens x {wanted} requests",
             f"{tokens} tokens a forward are above about {balance:.0f}, where dense layers turn "
-            "from "
-            "memory to compute bound: the verify then costs nearly as much per draft as decoding",
+            "from memory to compute bound: the verify then costs nearly as much per draft as "
+            "decoding",
             f"fewer draft tokens at this load (at most {max(int(balance // wanted), 2)})",
         )

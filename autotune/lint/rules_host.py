@@ -53,8 +53,7 @@ def peer_traffic_under_iommu(setup: Setup) -> Iterator[Hit]:
                 subject,
                 "peer-to-peer across host bridges: first traffic can hang (100 % utilisation at "
                 "low power) where the IOMMU translates or ACS redirects; \"Init COMPLETE\" does "
-                "not "
-                "prove that it works",
+                "not prove that it works",
                 "run `autotune doctor` for IOMMU and ACS, and one all-reduce with a time-out first",
             )  # fmt: skip
         return
@@ -88,7 +87,7 @@ def two_ranks_take_another_path(setup: Setup) -> Iterator[Hit]:
     if cause is not None:
         yield error(
             "custom all-reduce at 2 ranks",
-            f"with 2 ranks the server's own all-reduce is on and reads the peer's memory over PCIe "
+            "with 2 ranks the server's own all-reduce is on and reads the peer's memory over PCIe "
             f"while {cause}: the first one may never end (100 % utilisation at idle power)",
             "--disable-custom-all-reduce, or iommu=pt and ACS off",
         )
@@ -159,10 +158,8 @@ def pcie_allreduce(setup: Setup) -> Iterator[Hit]:
         yield info(
             name,
             f"{tp} GPUs without NVLink: the custom all-reduce refuses them and every reduction "
-            "goes "
-            f"through NCCL{_cost(setup)}. The opt-in PCIe all-reduce was measured at 5.3 us "
-            "against "
-            "205 us for 12 KiB on one 8-GPU host",
+            f"goes through NCCL{_cost(setup)}. The opt-in PCIe all-reduce was measured at 5.3 us "
+            "against 205 us for 12 KiB on one 8-GPU host",
             f"try {name}=1 with a decode-sized workspace, and compare",
         )
 
@@ -203,22 +200,25 @@ def _scene(setup: Setup):  # type: ignore[no-untyped-def]
 
 @rule("nccl-inert", "servers.md C.5; rtx6kpro communicators 2026-05-07; the H200 recordings")
 def no_effect_here(setup: Setup) -> Iterator[Hit]:
-    """A variable without which NCCL would do the very same at every size in use."""
+    """A variable without which NCCL would do the very same at every size of decoding."""
     for name, effects in _effects(setup):
-        if all(effect.outcome == "inert" for effect in effects):
-            first, last = effects[0], effects[-1]
-            from autotune.effect.by_size import size_text
+        decoding = effects[:-1] if setup.target is not None else effects
+        if any(effect.outcome != "inert" for effect in decoding):
+            continue
+        from autotune.effect.by_size import size_text
 
-            runs = first.present
-            if last.present != first.present:
-                runs += f" ... {last.present}"
-            yield warning(
-                f"{name}={setup.env[name]}",
-                f"inert on {setup.machine.name if setup.machine else ''}: without it NCCL runs the "
-                f"same kernels from {size_text(first.size_bytes)} to {size_text(last.size_bytes)} "
-                f"({runs})",
-                "drop it; it cannot explain a difference",
-            )
+        first, last = decoding[0], decoding[-1]
+        runs = first.present
+        if last.present != first.present:
+            runs += f" ... {last.present}"
+        prefill = "" if effects[-1].outcome == "inert" else "; a prefill chunk differs, see below"
+        yield warning(
+            f"{name}={setup.env[name]}",
+            f"inert on {setup.machine.name if setup.machine else ''}: without it NCCL runs the same "
+            f"kernels from {size_text(first.size_bytes)} to {size_text(last.size_bytes)} ({runs})"
+            f"{prefill}",
+            "drop it; it cannot explain a difference in decoding",
+        )
 
 
 @rule("nccl-harms", "the H200 recordings: forced LL made a 64-token step 33 % slower")

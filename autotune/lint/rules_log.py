@@ -57,8 +57,8 @@ def next_to_nothing_accepted(setup: Setup) -> Iterator[Hit]:
     yield error(
         f"accept length {median:.2f}{where}",
         f"{median - 1:.2f} drafts a verify: the draft does not fit the target (other version, "
-        "other "
-        "architecture, unsupported in this server), or the context is far beyond its training",
+        "other architecture, unsupported in this server), or the context is far beyond its "
+        "training",
         "stop tuning; try another draft or server version, and compare its config with the "
         "target's",
     )
@@ -99,8 +99,7 @@ def verify_not_captured(setup: Setup) -> Iterator[Hit]:
             f"attention backend {what} ({where})",
             "vLLM set cudagraph_mode to PIECEWISE or NONE because this backend takes no uniform "
             "batch of 1 + k tokens: the attention of every layer of the verify runs eager and "
-            "grows "
-            "with context",
+            "grows with context",
             "another attention backend or a newer vLLM, before touching NCCL",
         )
     eager = [d for d in log.steady() if d.cuda_graph is False]
@@ -161,11 +160,10 @@ def busy_without_work(setup: Setup) -> Iterator[Hit]:
     yield error(
         f"{first.utilisation:.0f} % at {first.draw_w:.0f} W ({first.evidence})",
         f"{len(low)} of {len(busy)} busy readings draw {first.draw_w:.0f} W{limit}: kernels wait "
-        "for "
-        f"a peer instead of working (all-reduce or broken peer-to-peer); {consequence}",
+        f"for a peer instead of working (all-reduce or broken peer-to-peer); {consequence}",
         "run the all-reduce micro-benchmark with a time-out (`autotune probe`) and `autotune "
-        "doctor` "
-        "for IOMMU/ACS; NCCL_P2P_DISABLE=1 and --disable-custom-all-reduce separate the causes",
+        "doctor` for IOMMU/ACS; NCCL_P2P_DISABLE=1 and --disable-custom-all-reduce separate the "
+        "causes",
     )
 
 
@@ -238,24 +236,28 @@ def wall_clock_throughput(setup: Setup) -> Iterator[Hit]:
         yield warning(
             f"output throughput {throughput:.1f} tok/s",
             f"mean TPOT {tpot:.1f} ms at concurrency {concurrency:.1f} is {decode:.1f} tok/s of "
-            f"decoding; the difference is prefill and waiting",
+            "decoding; the difference is prefill and waiting",
             "compare decode-only numbers (TPOT); never a wall-clock number with a decode number",
         )
 
 
-@rule("log-accept-rate", "vllm-project/vllm#42508; servers.md A.7", "sglang")
+@rule("log-accept-rate", "vllm-project/vllm#42508; servers.md A.7", "sglang", "vllm")
 def rates_are_defined_differently(setup: Setup) -> Iterator[Hit]:
     """ "accept rate" changed its meaning between versions; accept length did not."""
     if any(d.accept_length is not None for d in _log(setup).decodes):
-        meaning = {
-            True: "accepted with the bonus token over (forwards x draft tokens)",
-            False: "correct drafts over (forwards x (draft tokens - 1))",
-            None: "one of two definitions, by version",
-        }[setup.before("0.5.10")]
+        meaning = (
+            "cumulative per position, in percent over all drafts"
+            if setup.engine == "vllm"
+            else {
+                True: "accepted with the bonus token over (forwards x draft tokens)",
+                False: "correct drafts over (forwards x (draft tokens - 1))",
+                None: "one of two definitions, by version",
+            }[setup.before("0.5.10")]
+        )
         yield info(
             "accept rate",
-            f"in this version it is {meaning}; vLLM's per-position rates are cumulative, EAGLE's "
-            "n-alpha conditional",
+            f"here it is {meaning}; SGLang's meaning changed after 0.5.9, vLLM's per-position "
+            "rates are cumulative, EAGLE's n-alpha conditional",
             "compare accept lengths (bonus token included) only",
         )
 

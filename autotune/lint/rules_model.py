@@ -129,10 +129,10 @@ def can_it_break_even(setup: Setup) -> Iterator[Hit]:
     host = "" if setup.machine is None else setup.machine.name
     numbers = (
         f"predicted on {host} at {setup.concurrency or 1} request(s): cycle "
-        f"{found.cycle_ms[0]:.1f} "
-        f"ms (90 %: {found.cycle_ms[1]:.1f}-{found.cycle_ms[2]:.1f}; verify {verify:.1f}, of it "
-        f"all-reduce {reduce:.1f}; draft, extend, sampling and gaps {fixed:.1f}) against "
-        f"{found.plain_ms[0]:.1f} ms plain: break-even accept length {need:.2f}"
+        f"{found.cycle_ms[0]:.1f} ms (90 %: {found.cycle_ms[1]:.1f}-{found.cycle_ms[2]:.1f}; "
+        f"verify {verify:.1f}, of it all-reduce {reduce:.1f}; draft, extend, sampling and gaps "
+        f"{fixed:.1f}) against {found.plain_ms[0]:.1f} ms plain: break-even accept length "
+        f"{need:.2f}"
     )
     subject = spec.text()
     known = setup.accept_length
@@ -188,9 +188,8 @@ def verify_reads_more_experts(setup: Setup) -> Iterator[Hit]:
     yield info(
         spec.text(),
         f"{target.name} activates {target.experts_per_token} of {target.experts} experts a token: "
-        "a "
-        f"verify of {spec.draft_tokens} tokens reads up to {many:.0f} a layer, {many / one:.1f} x "
-        "those of a plain step (uniform routing; correlated routing reads fewer)",
+        f"a verify of {spec.draft_tokens} tokens reads up to {many:.0f} a layer, {many / one:.1f} "
+        "x those of a plain step (uniform routing; correlated routing reads fewer)",
         "a smaller tree reads fewer experts; compare the break-even accept length",
     )
 
@@ -200,10 +199,20 @@ def slower_than_baseline(setup: Setup) -> Iterator[Hit]:
     """Measured speed, accept length and baseline give the break-even length, without a model."""
     log, baseline = setup.log, setup.baseline_tokens_per_s
     tau = setup.accept_length
-    if log is None or baseline is None or tau is None:
+    if log is None or baseline is None or setup.speculation is None:
         return
     speed, running = _measured(setup)
     if speed is None or speed >= baseline:
+        return
+    if tau is None:
+        yield error(
+            f"{speed:.1f} tok/s against {baseline:.1f} without speculation",
+            f"a token takes {running * 1e3 / speed:.1f} ms, without speculation "
+            f"{running * 1e3 / baseline:.1f}; the log shows no accept length, so rounds cannot be "
+            "told from acceptance",
+            "log the accept length; print the fixed part of a round (draft passes, all-reduces, "
+            "sampling) beside the verify: it does not shrink with more ranks",
+        )
         return
     cycle, plain = running * tau * 1e3 / speed, running * 1e3 / baseline
     lost = cycle - plain * tau
@@ -239,8 +248,7 @@ def step_above_prediction(setup: Setup) -> Iterator[Hit]:
             f"all-reduce {reduce:.1f} ms: {cycle - found.cycle_ms[0]:.1f} ms are unexplained, more "
             "than NCCL settings could give back on a healthy host",
             "in this order: graph state, attention backend, MoE kernel for more than one token, "
-            "then "
-            "the all-reduce micro-benchmark and peer-to-peer faults",
+            "then the all-reduce micro-benchmark and peer-to-peer faults",
         )
 
 

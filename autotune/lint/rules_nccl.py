@@ -64,9 +64,8 @@ def one_collective_named(setup: Setup) -> Iterator[Hit]:
     yield (error if known else warning)(
         f"NCCL_ALGO={text}",
         f"it names {', '.join(sorted(named))} only and NCCL_PROTO={setup.env['NCCL_PROTO']} is "
-        "set: "
-        f"NCCL 2.31 and newer then have no algorithm for the other collectives (\"No "
-        f"algorithm/protocol available for function Broadcast\")"
+        "set: NCCL 2.31 and newer then have no algorithm for the other collectives (\"No "
+        "algorithm/protocol available for function Broadcast\")"
         + ("" if known else "; the NCCL version is not known here"),
         f"write NCCL_ALGO='ring,tree;{prefixed[0].lower()}'",
     )  # fmt: skip
@@ -168,8 +167,8 @@ def buffer_of_another_protocol(setup: Setup) -> Iterator[Hit]:
         if name in setup.env and not used:
             yield warning(
                 f"{name}={setup.env[name]}",
-                f"inert: it sizes the buffers of {protocol}, and NCCL_PROTO="
-                f"{setup.env['NCCL_PROTO']} leaves {protocol} off",
+                f"inert: it sizes the buffers of {protocol}, and "
+                f"NCCL_PROTO={setup.env['NCCL_PROTO']} leaves {protocol} off",
                 "drop it",
             )
 

@@ -48,9 +48,8 @@ def search_underestimates_the_host(setup: Setup) -> Iterator[Hit]:
             yield warning(
                 f"graph search ({ring.evidence})",
                 f"nChannels {ring.num_channels}, {ring.bw_intra:g} GB/s, type {ring.type_intra}: "
-                "NCCL "
-                "counts every AMD socket link as 16 GB/s and picks few channels. With an explicit "
-                "graph 32 KiB went from 48 to 26 us on dual Turin: up to about 22 us x "
+                "NCCL counts every AMD socket link as 16 GB/s and picks few channels. With an "
+                "explicit graph 32 KiB went from 48 to 26 us on dual Turin: up to about 22 us x "
                 f"{calls} all-reduces = {22 * calls / 1e3:.1f} ms a step",
                 "NCCL_GRAPH_FILE with an explicit graph for this board; channel counts alone are "
                 "noise",
@@ -71,12 +70,10 @@ def through_host_memory(setup: Setup) -> Iterator[Hit]:
                 yield info(
                     f"transport {first.via} ({first.evidence})",
                     "no peer-to-peer between these GPUs (driver, PCIe path beyond NCCL_P2P_LEVEL, "
-                    "or "
-                    "switched off): each hop crosses PCIe twice, about twice the latency of an "
+                    "or switched off): each hop crosses PCIe twice, about twice the latency of an "
                     "all-reduce by peer-to-peer",
                     "`autotune doctor` tells why; NCCL_P2P_LEVEL=SYS where the driver allows it "
-                    "and "
-                    "IOMMU/ACS are off",
+                    "and IOMMU/ACS are off",
                 )
                 return
 

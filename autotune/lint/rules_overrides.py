@@ -55,8 +55,7 @@ def environ_is_blank(setup: Setup) -> Iterator[Hit]:
         yield info(
             ", ".join(asked),
             "after start /proc/<pid>/environ of the workers is blank (setproctitle), which looks "
-            "as "
-            "if the variables had not arrived; they have",
+            "as if the variables had not arrived; they have",
             "start with SPT_NOENV=1 to see them, or read NCCL's log (`autotune env check`)",
         )
 

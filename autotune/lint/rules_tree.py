@@ -79,8 +79,7 @@ def chain_is_resized(setup: Setup) -> Iterator[Hit]:
     yield warning(
         f"--speculative-num-draft-tokens {asked}",
         f"topk 1 is a chain of steps + 1 = {right} tokens (root included): SGLang changes {asked} "
-        "to "
-        f"{right} with a warning in its log; {lost}",
+        f"to {right} with a warning in its log; {lost}",
         f"write --speculative-num-draft-tokens {right}"
         + (f", or --speculative-num-steps {asked - 1}" if asked > 1 else ""),
     )
@@ -96,10 +95,8 @@ def more_tokens_than_nodes(setup: Setup) -> Iterator[Hit]:
         yield error(
             f"draft tokens {spec.draft_tokens}",
             f"steps {spec.steps} and topk {spec.topk} draft at most 1 + topk + (steps - 1) x "
-            "topk^2 "
-            f"= {spec.largest_tree} tokens (root included): \"selected index k out of range\" "
-            "while "
-            "serving",
+            f"topk^2 = {spec.largest_tree} tokens (root included): \"selected index k out of "
+            "range\" while serving",
             f"at most {spec.largest_tree}, or more steps or topk",
         )  # fmt: skip
 
@@ -136,8 +133,7 @@ def overlap_worker_needs_chain(setup: Setup) -> Iterator[Hit]:
         yield (error if known else warning)(
             f"SGLANG_ENABLE_SPEC_V2 with topk {spec.topk}",
             "spec v2 supports topk 1 only up to 0.5.9: a ValueError at start (older builds: "
-            "\"Sizes "
-            "of tensors must match\")",
+            "\"Sizes of tensors must match\")",
             "topk 1, or SGLANG_ENABLE_SPEC_V2=0",
         )  # fmt: skip
     elif setup.before("0.5.10") is False and setup.before("0.5.13"):
@@ -211,8 +207,7 @@ def lossy_acceptance(setup: Setup) -> Iterator[Hit]:
                 yield warning(
                     f"{name} {text}",
                     "below 1.0 the output is no longer the target's: accept length and speed "
-                    "cannot "
-                    "be compared with lossless runs",
+                    "cannot be compared with lossless runs",
                     "1.0 (the default)",
                 )
         except ValueError:
@@ -247,8 +242,7 @@ def baseline_is_another_server(setup: Setup) -> Iterator[Hit]:
         yield info(
             "overlap scheduler",
             "0.5.9 turns the overlap scheduler off with speculation (SGLANG_ENABLE_SPEC_V2 off): "
-            "the "
-            "baseline runs with it, so the two differ in more than speculation",
+            "the baseline runs with it, so the two differ in more than speculation",
             "SGLANG_ENABLE_SPEC_V2=1 (topk 1), or --disable-overlap-schedule for the baseline",
         )
     if command.number("--max-running-requests") is None:

@@ -1,0 +1,88 @@
+"""Every public report and its variations: the right finding comes, and none that must not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autotune.lint.findings import RULES
+from autotune.lint.log_signatures import SIGNATURES
+from autotune.lint.run import Request, lint, load_machine_named, load_rules
+
+CASES: list[dict[str, Any]] = yaml.safe_load(
+    (Path(__file__).parents[1] / "data" / "lint" / "cases.yaml").read_text()
+)
+#: ids of the rules that look at a machine's faults need a machine that has them
+_CHANGES = "machine_changes"
+
+
+def changed_machine(case: dict[str, Any], folder: Path) -> str | None:
+    """The machine file of a case, with its changes."""
+    name = case.get("machine")
+    if _CHANGES not in case:
+        return name
+    values = load_machine_named(name).to_dict()
+    for dotted, value in case[_CHANGES].items():
+        section, _, field = dotted.partition(".")
+        values[section][field] = value
+        values["sources"].setdefault(section, "changed for a test")
+    path = folder / "machine.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def findings_of(case: dict[str, Any], folder: Path) -> list[Any]:
+    """What lint says about a case."""
+    logs = ()
+    if "log" in case:
+        path = folder / "server.log"
+        path.write_text(case["log"])
+        logs = (path,)
+    return lint(
+        Request(
+            engine=case["engine"],
+            version=case.get("version"),
+            args=case.get("args", ""),
+            env=case.get("env", ""),
+            machine=changed_machine(case, folder),
+            target=case.get("target"),
+            logs=logs,
+            nccl_version=case.get("nccl_version"),
+            concurrency=case.get("concurrency"),
+            accept_length=case.get("accept_length"),
+            baseline_tokens_per_s=case.get("baseline_tokens_per_s"),
+        )
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
+def test_a_case_gets_its_findings_and_no_wrong_one(case: dict[str, Any], tmp_path: Path) -> None:
+    findings = findings_of(case, tmp_path)
+    found = {finding.id for finding in findings}
+    assert set(case.get("expect", ())) <= found
+    assert not set(case.get("never", ())) & found
+    for rule_id, subject in case.get("expect_subject", {}).items():
+        assert subject in {finding.subject for finding in findings if finding.id == rule_id}
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
+def test_every_finding_says_what_why_and_who_taught_it(
+    case: dict[str, Any], tmp_path: Path
+) -> None:
+    for finding in findings_of(case, tmp_path):
+        assert finding.subject
+        assert len(finding.reason) > 15
+        assert finding.source
+        assert finding.severity in ("error", "warning", "info")
+        assert finding.fix or finding.severity == "info"
+
+
+def test_case_ids_are_unique_and_name_known_rules() -> None:
+    load_rules()
+    known = set(RULES) | {signature.id for signature in SIGNATURES}
+    assert len({case["id"] for case in CASES}) == len(CASES)
+    for case in CASES:
+        named = [*case.get("expect", ()), *case.get("never", ()), *case.get("expect_subject", {})]
+        assert named, case["id"]
+        assert not set(named) - known, case["id"]

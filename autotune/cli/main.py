@@ -18,6 +18,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "lint": ("autotune.cli.lint:lint", "Find faults in a server's command line, without a GPU."),
     "doctor": ("autotune.cli.doctor:doctor", "Find host faults that make serving slow."),
     "probe": ("autotune.cli.probe:probe", "Measure this host and write a machine file."),
+    "diff": ("autotune.cli.diff:diff", "What differs between two runs and what it is worth."),
+    "model": ("autotune.cli.model:app", "The performance model: its accuracy and constants."),
     "explain": ("autotune.cli.explain:explain", "Where the time goes and what could be faster."),
     "dashboard": ("autotune.cli.dashboard:dashboard", "Show a study in the browser."),
     "predict": (

@@ -2,7 +2,7 @@
 
 First-order functional ANOVA of log speed: an additive model of the knobs' values (ridge, one-hot),
 each knob's variance over its values taken equally often. The bootstrap over knobs gives intervals;
-permuted speeds give what a knob without any effect would show in this design. Suffixes: N knobs
+permuted residuals give what a knob without any effect would show in this design. Suffixes: N knobs
 measured, P columns, F resamples.
 """
 
@@ -85,7 +85,7 @@ class _Effect:
     means: Array
     ranges: Array
     shares: Array
-    #: 95 % quantile of the range under permuted speeds
+    #: 95 % quantile of the range under permuted residuals
     null_range: float
 
 
@@ -104,12 +104,16 @@ def _effects(table: Mapping[str, Sequence[Scalar | None]], log_speed: Array) -> 
     x_NP = np.stack(columns, axis=1)
     rng = np.random.default_rng(_SEED)
     num = len(log_speed)
-    whole_P = _fit(x_NP, log_speed)
+    whole_P = _solver(x_NP) @ (log_speed - log_speed.mean())
     boot_FP = np.stack(
-        [_fit(x_NP[pick], log_speed[pick]) for pick in rng.integers(0, num, (_RESAMPLES, num))]
+        [
+            _solver(x_NP[pick]) @ (log_speed[pick] - log_speed[pick].mean())
+            for pick in rng.integers(0, num, (_RESAMPLES, num))
+        ]
     )
-    null_FP = np.stack([_fit(x_NP, rng.permutation(log_speed)) for _ in range(_RESAMPLES // 2)])
     total = max(float(np.var(log_speed)), 1e-18)
+    solver_PN = _solver(x_NP)
+    order_FN = np.argsort(rng.random((_RESAMPLES, num)), axis=1)
     found = {}
     for name, (start, stop, values) in spans.items():
         # knobs of a draft tree have no value where speculation is off: that is no effect of theirs
@@ -117,23 +121,35 @@ def _effects(table: Mapping[str, Sequence[Scalar | None]], log_speed: Array) -> 
         if len(live) < 2:
             continue
         index = [start + i for i in live]
+        others = np.delete(x_NP, np.arange(start, stop), axis=1)
         found[name] = _Effect(
             values=tuple(values[i] for i in live),
             counts=tuple(int(x_NP[:, i].sum()) for i in index),
             means=whole_P[index],
             ranges=np.ptp(boot_FP[:, index], axis=1),
             shares=np.clip(np.var(boot_FP[:, index], axis=1) / total, 0.0, 1.0),
-            null_range=float(np.quantile(np.ptp(null_FP[:, index], axis=1), 0.95)),
+            null_range=_null_range(others, log_speed, solver_PN[index], order_FN),
         )
-        assert stop - start == len(values)
     return found
 
 
-def _fit(x_NP: Array, y_N: Array) -> Array:
-    """Coefficients of the additive model around the mean, shrunk towards no effect."""
+def _null_range(others_NQ: Array, y_N: Array, solver_VN: Array, order_FN: Array) -> float:
+    """95 % quantile of the range that a knob without effect shows in this design.
+
+    Freedman and Lane: what the other knobs leave unexplained is permuted, their effects stay.
+    """
     centred = y_N - y_N.mean()
+    explained = others_NQ @ (_solver(others_NQ) @ centred) if others_NQ.shape[1] else 0.0 * centred
+    rest = centred - explained
+    drawn_FN = explained + rest[order_FN]
+    drawn_FN = drawn_FN - drawn_FN.mean(axis=1, keepdims=True)
+    return float(np.quantile(np.ptp(drawn_FN @ solver_VN.T, axis=1), 0.95))
+
+
+def _solver(x_NP: Array) -> Array:
+    """[P, N]: coefficients of the additive model are this times centred values (ridge)."""
     gram = x_NP.T @ x_NP + _RIDGE * np.eye(x_NP.shape[1])
-    result: Array = np.linalg.solve(gram, x_NP.T @ centred)
+    result: Array = np.linalg.solve(gram, x_NP.T)
     return result
 
 

@@ -56,7 +56,11 @@ def inert_knobs(
         moves[name] = moves.get(name, False) or not gain.same
     for name, changes in moves.items():
         if not changes:
-            found[name] = told.get(name) or _reason(name, predictor, plans, knobs)
+            example = next(other for tried_name, other in tried if tried_name == name)
+            theirs = {item.knob: item.reason for item in predictor.inert(example, workload)}
+            found[name] = (
+                told.get(name) or theirs.get(name) or _reason(name, predictor, plans, knobs)
+            )
     order = [name for name in KNOB_FIELDS if name in found]
     return tuple(Inert(name, found[name]) for name in order)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from autotune.explain.gain import Gain, gains
 from autotune.explain.plans import settings_text
@@ -65,7 +66,7 @@ def levers(
     alternatives: dict[str, Knobs] = {}
     for others in classes.values():
         for other in others:
-            if other.id != knobs.id and _runs(predictor, other, workload):
+            if other.id != knobs.id and _runs(predictor, other):
                 alternatives.setdefault(other.id, other)
     ids = list(alternatives)
     by_id = dict(
@@ -173,27 +174,30 @@ def _graphs_as_decode(knobs: Knobs) -> dict[str, Scalar]:
 def _together(
     predictor: Predictor, knobs: Knobs, found: Sequence[Lever], workload: Workload
 ) -> Gain | None:
-    """Graphs, communication, host and tree levers that help, applied at once."""
-    helping = [lever for lever in found if lever.gain.ratio.median > 1.0 + _WORTH]
-    values = dict(knobs.values())
-    used = 0
-    groups: dict[str, Lever] = {}
-    for lever in helping:
-        group = _group_of(lever.name)
-        if group not in groups or lever.gain.ratio.median > groups[group].gain.ratio.median:
-            groups[group] = lever
-    if "tree" in groups and groups["tree"].name == "speculation off":
-        # graphs of phases that are gone say nothing
-        groups.pop("graphs", None)
-    for lever in groups.values():
-        own, other = knobs.values(), lever.gain.knobs.values()
-        changed = {name: value for name, value in other.items() if own.get(name) != value}
-        values |= changed
-        used += bool(changed)
-    other_knobs = _with(knobs, values)
-    if used < 2 or other_knobs is None or not _runs(predictor, other_knobs, workload):
+    """The best combination of the levers that help, one of a kind; None if one alone is best."""
+    kinds: dict[str, Lever] = {}
+    for lever in sorted(found, key=lambda lever: -lever.gain.ratio.median):
+        if lever.gain.ratio.median > 1.0 + _WORTH:
+            kinds.setdefault(_group_of(lever.name), lever)
+    if len(kinds) < 2:
         return None
-    return gains(predictor, knobs, [other_knobs], workload)[0]
+    own = knobs.values()
+    combined: dict[str, Knobs] = {}
+    for size in range(2, len(kinds) + 1):
+        for chosen in combinations(kinds.values(), size):
+            values = dict(own)
+            for lever in chosen:
+                other = lever.gain.knobs.values()
+                values |= {name: v for name, v in other.items() if own.get(name) != v}
+            made = _with(knobs, values)
+            if made is not None and _runs(predictor, made):
+                combined[made.id] = made
+    for lever in kinds.values():
+        combined.pop(lever.gain.knobs.id, None)
+    results = gains(predictor, knobs, list(combined.values()), workload)
+    best = max(results, key=lambda gain: gain.ratio.median, default=None)
+    single = max(lever.gain.ratio.median for lever in kinds.values())
+    return best if best is not None and best.ratio.median > single + _WORTH else None
 
 
 def _group_of(name: str) -> str:
@@ -330,7 +334,7 @@ def _with(knobs: Knobs, values: Mapping[str, Scalar | None]) -> Knobs | None:
         return None
 
 
-def _runs(predictor: Predictor, knobs: Knobs, workload: Workload) -> bool:
+def _runs(predictor: Predictor, knobs: Knobs) -> bool:
     """Whether the machine and the model allow these knobs."""
     if predictor.target.head_problem(knobs.tp) is not None:
         return False

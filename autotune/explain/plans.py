@@ -2,20 +2,27 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
-from model import whatif
+import numpy as np
+from numpy.typing import NDArray
+
 from model.allreduce.model import nccl_setup
-from model.collectives import ASSUMED_NCCL_VERSION
+from model.collectives import ASSUMED_NCCL_VERSION, CollectiveKey
+from model.intervals import Z90
+from model.many import DELTA, probes
 from model.nccl.settings import NcclSettings
 from model.predictor import Predictor
 from model.spec import Interval, Knobs, Scalar, Workload
+from model.step import StepRows
 
 #: settings that are compared for the bound: every one that reaches NCCL's choice or its paths
 BOUND_CHOICES: dict[str, tuple[Scalar | None, ...]] = {
     "nccl.algo": ("auto", "ring", "tree"),
     "nccl.proto": ("auto", "LL", "LL128", "Simple"),
     "nccl.min_channels": (None, 4, 16),
-    "nccl.max_channels": (None, 1, 4),
+    "nccl.max_channels": (None, 1),
     "nccl.p2p_level": ("auto", "SYS"),
 }
 
@@ -46,7 +53,8 @@ class NcclBound:
     """The most that NCCL settings can change in one step; times in ms per cycle."""
 
     plans: tuple[SizePlan, ...]
-    default_ms: Interval
+    #: all-reduces of the target's forward under the present settings, predicted
+    now_ms: Interval
     saved_ms: Interval
     swing_ms: Interval
     best: Knobs
@@ -87,16 +95,17 @@ def message_plans(predictor: Predictor, knobs: Knobs, workload: Workload) -> tup
 
 
 def message_sizes(predictor: Predictor, knobs: Knobs, workload: Workload) -> list[tuple[str, int]]:
-    """(phase, bytes) of the all-reduces in one cycle, the target's forward first."""
+    """(phase, bytes) of the all-reduces of hidden states in one cycle, the target's first."""
     width = predictor.target.allreduce_bytes_per_token
-    speculative = knobs.method != "off"
-    tokens = knobs.draft_tokens if speculative else 1
-    phase = "verify" if speculative else "decode"
-    sizes = [(phase, workload.concurrency * tokens * width)]
-    tree = (knobs.method, knobs.steps, knobs.topk, knobs.draft_tokens)
-    others = predictor.step.message_sizes([tree], workload.concurrency)
-    sizes += [("draft and extend", size) for size in sorted(set(others)) if size != sizes[0][1]]
-    return sizes
+    requests = workload.concurrency
+    if knobs.method == "off" or predictor.draft is None:
+        return [("decode", requests * width)]
+    draft = predictor.draft
+    one = requests * draft.hidden * (4 if draft.weight_format == "fp32" else 2)
+    sizes = [("verify", requests * knobs.draft_tokens * width)]
+    if knobs.steps > 1:
+        sizes.append(("draft", knobs.topk * one))
+    return [*sizes, ("extend", (knobs.steps + 1) * one)]
 
 
 def nccl_bound(
@@ -110,24 +119,95 @@ def nccl_bound(
     if knobs.collectives_backend != "nccl" or knobs.tp < 2 or predictor.machine.gpu is None:
         return None
     plans = message_plans(predictor, knobs, workload)
-    found = whatif.nccl_range(predictor, knobs, workload, BOUND_CHOICES)
-    current = predictor.predict(knobs, workload)
-    term = ("verify" if knobs.method != "off" else "decode") + ".allreduce"
-    saved = predictor.difference_ms(term, knobs, found.best, workload)
-    ceiling = measured_ms if measured_ms is not None else current.terms_ms[term].high
-    saved = _clipped(saved, ceiling)
+    times = _times(predictor, knobs, workload)
+    saved = _clipped(
+        times.difference(times.own, times.best),
+        measured_ms if measured_ms is not None else times.interval(times.own).high,
+    )
     share = Interval(*(min(v / cycle_ms, 1.0) for v in (saved.median, saved.low, saved.high)))
     return NcclBound(
         plans=plans,
-        default_ms=current.terms_ms[term],
+        now_ms=times.interval(times.own),
         saved_ms=saved,
-        swing_ms=found.swing_ms,
-        best=found.best,
-        num_settings=found.num_settings,
-        num_inert=found.num_inert,
+        swing_ms=times.difference(times.worst, times.best),
+        best=times.knobs[times.best],
+        num_settings=sum(times.counts),
+        num_inert=times.counts[times.own],
         saved_share=share,
         measured_ms=measured_ms,
-        why=_why(predictor, knobs, workload, plans, found.best),
+        why=_why(predictor, workload, plans, times.knobs[times.best]),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Times:
+    """All-reduce term of each class of settings, ms: ``values`` [D, U], row 0 as fitted."""
+
+    knobs: list[Knobs]
+    #: settings in each class
+    counts: list[int]
+    values: NDArray[Any]
+    covariance: NDArray[Any]
+    #: class of the present settings
+    own: int
+
+    @property
+    def best(self) -> int:
+        """Fastest class; the present one where it is as fast."""
+        fastest = int(np.argmin(self.values[0]))
+        same = self.values[0, self.own] <= self.values[0, fastest] * (1 + 1e-9)
+        return self.own if same else fastest
+
+    @property
+    def worst(self) -> int:
+        """Slowest class."""
+        return int(np.argmax(self.values[0]))
+
+    def difference(self, more: int, less: int) -> Interval:
+        """Time of one class minus another's, ms; errors that both share cancel."""
+        return self._spread(self.values[:, more] - self.values[:, less])
+
+    def interval(self, index: int) -> Interval:
+        """Time of one class, ms."""
+        return self._spread(self.values[:, index])
+
+    def _spread(self, values_D: NDArray[Any]) -> Interval:
+        gradient = (values_D[1:] - values_D[0]) / DELTA
+        sd = float(np.sqrt(max(gradient @ self.covariance @ gradient, 0.0)))
+        middle = float(values_D[0])
+        return Interval(middle, middle - Z90 * sd, middle + Z90 * sd)
+
+
+def _times(predictor: Predictor, knobs: Knobs, workload: Workload) -> _Times:
+    """One row per class of settings that run the same all-reduces."""
+    names = list(BOUND_CHOICES)
+    candidates = [knobs]
+    for values in product(*(BOUND_CHOICES[name] for name in names)):
+        try:
+            settings = dict(zip(names, values, strict=True))
+            candidates.append(Knobs.of({**knobs.values(), **settings}))
+        except ValueError:
+            # more channels at least than at most
+            continue
+    (_, size), *_ = message_sizes(predictor, knobs, workload)
+    keys = [CollectiveKey.of(candidate) for candidate in candidates]
+    classes = predictor.step.collectives.classes(keys, [size])
+    first: dict[int, int] = {}
+    for index, number in enumerate(classes):
+        if number >= 0:
+            first.setdefault(number, index)
+    chosen = [candidates[index] for index in first.values()]
+    # the present settings head the list twice: as they are, and among the choices
+    counts = [classes[1:].count(number) for number in first]
+    rows = StepRows.of(chosen, [workload] * len(chosen))
+    terms = predictor.step.terms_ms(rows, probes(predictor.calibration), False)
+    shape = (len(predictor.calibration.names) + 1, len(chosen))
+    return _Times(
+        knobs=chosen,
+        counts=counts,
+        values=np.broadcast_to(terms["target.allreduce"], shape),
+        covariance=predictor.calibration.covariance,
+        own=0,
     )
 
 
@@ -139,7 +219,6 @@ def _clipped(value: Interval, ceiling: float) -> Interval:
 
 def _why(
     predictor: Predictor,
-    knobs: Knobs,
     workload: Workload,
     plans: Sequence[SizePlan],
     best: Knobs,

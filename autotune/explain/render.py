@@ -46,7 +46,7 @@ def _terms(explanation: Explanation, screen: Console) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("term")
     table.add_column("measured, ms\n(95 % CI, n)", justify="right")
-    table.add_column(f"predicted {explanation.predicted_when}, ms\n(90 %)", justify="right")
+    table.add_column("predicted, ms\n(90 %)", justify="right")
     table.add_column("share\n%", justify="right")
     table.add_column("speed of\nlight, ms", justify="right")
     table.add_column("reached\n%", justify="right")
@@ -65,6 +65,7 @@ def _terms(explanation: Explanation, screen: Console) -> None:
             "≠" if row.disagreement is not None else "",
         )
     screen.print(table)
+    screen.print(f"Predicted {explanation.predicted_when}.")
 
 
 def _disagreements(explanation: Explanation, screen: Console) -> None:
@@ -141,10 +142,14 @@ def _levers(explanation: Explanation, screen: Console) -> None:
         table.add_column("gain, %\n(90 %)", justify="right", no_wrap=True)
         table.add_column("cycle, ms", justify="right", no_wrap=True)
         table.add_column("P(faster)\n%", justify="right")
-        table.add_column("measured\nin study, %", justify="right")
+        shown = explanation.helping[:_SHOWN_LEVERS]
+        seen = any(lever.measured_ratio is not None for lever in shown)
+        if seen:
+            table.add_column("measured, %\n(trial)", justify="right")
         table.add_column("lever: what to set", ratio=1)
-        for lever in explanation.helping[:_SHOWN_LEVERS]:
-            table.add_row(*_lever_row(lever))
+        for lever in shown:
+            cells = _lever_row(lever)
+            table.add_row(*(cells if seen else (*cells[:3], cells[4])))
         screen.print(table)
     else:
         screen.print("Nothing the model knows is predicted to help.")
@@ -169,10 +174,10 @@ def _lever_row(lever: Lever) -> tuple[str, ...]:
     gain = lever.gain
     seen = "–"
     if lever.measured_ratio is not None:
-        seen = f"{percent(lever.measured_ratio)} (trial {lever.measured_trial})"
+        seen = f"{change(lever.measured_ratio)} ({lever.measured_trial})"
     star = "*" if lever.in_space is False else ""
     return (
-        f"{percent(gain.ratio.median)} ({percent(gain.ratio.low)}…{percent(gain.ratio.high)})",
+        f"{change(gain.ratio.median)} ({change(gain.ratio.low)}…{change(gain.ratio.high)})",
         f"{gain.cycle_change_ms.median:+.3g}",
         f"{100 * gain.probability:.0f}",
         seen,
@@ -201,7 +206,7 @@ def _nccl(explanation: Explanation, screen: Console) -> None:
         screen.print(f"     {plan.what}: at {kib(plan.size_bytes)} NCCL runs {plan.text()}.")
     all_reduce = "" if bound.measured_ms is None else f"; measured {number(bound.measured_ms)} ms"
     screen.print(
-        f"All-reduces of the target forward: predicted {interval_text(bound.default_ms)} ms"
+        f"All-reduces of the target forward: predicted {interval_text(bound.now_ms)} ms"
         f"{all_reduce}. {bound.num_settings} settings compared, {bound.num_inert} of them change "
         f"nothing; from the worst to the best: {interval_text(bound.swing_ms)} ms."
     )
@@ -304,9 +309,13 @@ def number(value: float) -> str:
 
 def percent(ratio: float) -> str:
     """A ratio as a change: 1.034 is "+3.4 %"."""
-    change = 100 * (ratio - 1)
-    digits = 0 if abs(change) >= 99.5 else 1
-    return f"{change:+.{digits}f} %"
+    return f"{change(ratio)} %"
+
+
+def change(ratio: float) -> str:
+    """A ratio as a change in percent, without the sign of percent: 1.034 is "+3.4"."""
+    value = 100 * (ratio - 1)
+    return f"{value:+.0f}" if abs(value) >= 99.5 else f"{value:+.1f}"
 
 
 def summary_text(summary: Summary | None) -> str:

@@ -1,0 +1,289 @@
+"""From the measured difference and the predicted worths to one verdict."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autotune.diff.differences import Gap
+from autotune.diff.measured import Measured
+from autotune.diff.run import Run
+from autotune.diff.worth import Worth
+from model.spec import Interval
+
+Kind = Literal[
+    "within noise",
+    "two modes of one configuration",
+    "explained",
+    "partly explained",
+    "not explained by what the model can price",
+    "not explained by anything recorded",
+    "not comparable",
+]
+
+#: launch-bound steps run this much slower in some runs (2 x H200: 18 or 29 ms, nothing changed)
+_MODES = (1.25, 2.0)
+#: a difference is named as a reason when it makes this share of the explained part
+_NAMED = 0.15
+#: a priced difference below this (in log speed) is none
+_SMALL = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The answer of a diff."""
+
+    kind: Kind
+    #: one or two sentences
+    text: str
+    #: what makes the next diff conclusive, one line each
+    record_next: tuple[str, ...]
+
+
+def judge(
+    a: Run,
+    b: Run,
+    found: Measured | None,
+    why_none: str,
+    worths: Sequence[Worth],
+    together: Interval | None,
+    missing: Sequence[Gap],
+) -> Verdict:
+    """The verdict on two runs."""
+    if found is None:
+        return Verdict(
+            kind="not comparable",
+            text=f"Not comparable: {why_none}.",
+            record_next=_next(a, b, missing),
+        )
+    ratio, floor = found.faster, found.noise_floor or 0.0
+    size = f"B is {_change(ratio.median)} against A ({_change(ratio.low)}…{_change(ratio.high)})"
+    if ratio.num_pairs < 2:
+        lone = "one number on a side has no noise: repeat it before explaining it"
+        if abs(math.log(ratio.median)) <= max(floor, 0.02):
+            return Verdict(
+                kind="within noise",
+                text=f"Within noise: the two numbers differ by {_change(ratio.median)}.",
+                record_next=(lone,),
+            )
+        start = f"B is {_change(ratio.median)} against A (no interval: {lone})."
+        explained = _explained(ratio.median, ratio.median, ratio.median, worths, together)
+        if explained is not None:
+            return Verdict(
+                kind=explained[0],
+                text=f"{start} {explained[1]}",
+                record_next=(lone, *_next(a, b, missing)),
+            )
+        return Verdict(
+            kind=_unexplained_kind(worths),
+            text=f"{start} {_unexplained(worths, together)}",
+            record_next=(lone, *_next(a, b, missing)),
+        )
+    if ratio.low <= 1 + floor and ratio.high >= 1 - floor:
+        return _within(found, floor)
+    modes = _modes(a, b, found, worths)
+    if modes is not None:
+        return Verdict(
+            kind="two modes of one configuration",
+            text=f"Two modes of one configuration: {size}. {modes}",
+            record_next=(
+                "repeat both interleaved, several server starts each (`autotune compare`)",
+                "capture the forward in CUDA graphs: graphed steps have one mode",
+            ),
+        )
+    explained = _explained(ratio.median, ratio.low, ratio.high, worths, together)
+    if explained is not None:
+        kind, text = explained
+        more = () if kind == "explained" else _next(a, b, missing)
+        return Verdict(kind=kind, text=f"{size}. {text}", record_next=more)
+    return Verdict(
+        kind=_unexplained_kind(worths),
+        text=f"{size}. {_unexplained(worths, together)}",
+        record_next=_next(a, b, missing),
+    )
+
+
+def _within(found: Measured, floor: float) -> Verdict:
+    ratio = found.faster
+    reach = max(abs(math.log(max(ratio.low, 1e-9))), abs(math.log(ratio.high)))
+    text = (
+        f"Within noise: B is {_change(ratio.median)} against A "
+        f"({_change(ratio.low)}…{_change(ratio.high)})"
+    )
+    if floor:
+        text += f", the A/A difference of the study is {100 * floor:.1f} %"
+    text += "."
+    more: tuple[str, ...] = ()
+    if reach > 0.05:
+        text += f" The data cannot tell differences below {100 * math.expm1(reach):.0f} %."
+        more = ("more repeats of both, interleaved (`autotune compare`)",)
+    flagged = [s for s, one in (("A", found.a), ("B", found.b)) if one.bimodal]
+    if flagged:
+        text += f" The repeats of {' and '.join(flagged)} fall into two groups: two modes."
+    return Verdict(kind="within noise", text=text, record_next=more)
+
+
+def _modes(a: Run, b: Run, found: Measured, worths: Sequence[Worth]) -> str | None:
+    """Why two runs of one configuration may differ: eager steps have a fast and a slow mode."""
+    configured = [
+        w
+        for w in worths
+        if any(d.group in ("configuration", "workload", "environment") for d in w.differences)
+        and not (
+            w.ratio is not None
+            and max(abs(math.log(w.ratio.low)), abs(math.log(w.ratio.high))) < _SMALL
+        )
+    ]
+    if configured:
+        return None
+    if found.a.bimodal or found.b.bimodal:
+        side = "A" if found.a.bimodal else "B"
+        return f"The settings are the same, and the repeats of {side} alone fall into two groups."
+    if a.eager is False or b.eager is False or a.eager is None or b.eager is None:
+        return None
+    step = found.step.median if found.step is not None else found.faster.median
+    factor = max(step, 1 / step)
+    if not _MODES[0] <= factor <= _MODES[1]:
+        return None
+    return (
+        f"The settings are the same and the forward runs without a CUDA graph: launch-bound steps "
+        f"have a fast and a slow mode {_MODES[0]}–{_MODES[1]} × apart, and this is {factor:.2f} ×."
+    )
+
+
+def _explained(
+    median: float,
+    low: float,
+    high: float,
+    worths: Sequence[Worth],
+    together: Interval | None,
+) -> tuple[Kind, str] | None:
+    """("explained" or "partly explained", sentence), or None."""
+    priced = [w for w in worths if w.ratio is not None and w.kind in ("predicted", "at most")]
+    if not priced:
+        return None
+    bounds = [w for w in priced if w.kind == "at most"]
+    total = _total(priced, bounds, together)
+    seen = math.log(median)
+    expected = math.log(total.median)
+    if abs(expected) < _SMALL and not bounds:
+        return None
+    overlap = math.log(max(low, 1e-9)) <= math.log(total.high) and math.log(high) >= math.log(
+        max(total.low, 1e-9)
+    )
+    same_way = seen * expected > 0
+    names = _reasons(priced, seen)
+    if not same_way or not names:
+        return None
+    predicted = f"{_change(total.median)} ({_change(total.low)}…{_change(total.high)})"
+    others = [w.title for w in worths if w.kind == "unknown"]
+    rest = f" Of unknown worth besides: {_some(others)}." if others else ""
+    if overlap and abs(expected) > 0.3 * abs(seen):
+        return "explained", f"Explained by {names}: predicted {predicted} together.{rest}"
+    if abs(expected) > 0.15 * abs(seen):
+        left = math.exp(seen - expected)
+        return (
+            "partly explained",
+            f"Partly explained by {names}: predicted {predicted}; {_change(left)} is left.{rest}",
+        )
+    return None
+
+
+def _total(priced: Sequence[Worth], bounds: Sequence[Worth], together: Interval | None) -> Interval:
+    """All priced differences together; bounds and NCCL variables multiply."""
+    settings = together or Interval(1.0, 1.0, 1.0)
+    logs = [math.log(settings.median), math.log(settings.low), math.log(settings.high)]
+    for worth in priced:
+        joint_has_it = together is not None and all(
+            d.group in ("configuration", "workload") for d in worth.differences
+        )
+        if worth.ratio is not None and not joint_has_it:
+            for i, part in enumerate((worth.ratio.median, worth.ratio.low, worth.ratio.high)):
+                logs[i] += math.log(max(part, 1e-9))
+    return Interval(*(math.exp(value) for value in logs))
+
+
+def _reasons(priced: Sequence[Worth], seen: float) -> str:
+    pull = {
+        w.title: math.log(w.ratio.median)
+        for w in priced
+        if w.ratio is not None and math.log(w.ratio.median) * seen > 0
+    }
+    total = sum(abs(v) for v in pull.values())
+    named = [
+        f"{title} ({_change(math.exp(v))})"
+        for title, v in sorted(pull.items(), key=lambda item: -abs(item[1]))
+        if total and abs(v) >= _NAMED * total
+    ]
+    return ", ".join(named)
+
+
+def _unexplained_kind(worths: Sequence[Worth]) -> Kind:
+    if any(w.kind == "unknown" for w in worths):
+        return "not explained by what the model can price"
+    return "not explained by anything recorded"
+
+
+def _unexplained(worths: Sequence[Worth], together: Interval | None) -> str:
+    unknown = [w.title for w in worths if w.kind == "unknown"]
+    priced = ""
+    if together is not None and abs(math.log(together.median)) >= _SMALL:
+        priced = (
+            f" The settings that differ are predicted to give {_change(together.median)} "
+            f"({_change(together.low)}…{_change(together.high)}), which does not fit."
+        )
+    if unknown:
+        return (
+            f"Not explained by what the model can price; differing, of unknown worth: "
+            f"{_some(unknown)}.{priced}"
+        )
+    if worths:
+        return f"Not explained by anything recorded: what differs cannot do this.{priced}"
+    return "Not explained by anything recorded: nothing that is known on both sides differs."
+
+
+def _some(names: Sequence[str], count: int = 6) -> str:
+    unique = list(dict.fromkeys(names))
+    more = f" and {len(unique) - count} more" if len(unique) > count else ""
+    return ", ".join(unique[:count]) + more
+
+
+#: what closes a gap, by group
+_CLOSE = {
+    "code": "the commit and whether the tree was dirty (a patched server: its hash)",
+    "packages": "package versions (`pip freeze` of the server's environment)",
+    "driver": "the driver version (nvidia-smi)",
+    "hardware state": "clocks, throttle reasons, PCIe generation and width during the run",
+    "environment": (
+        "the environment inside every worker and NCCL's log "
+        "(NCCL_DEBUG_FILE with %h.%p, NCCL_DEBUG_SUBSYS=INIT,ENV,TUNING)"
+    ),
+    "configuration": "the server's resolved arguments (its first log lines, or /server_info)",
+    "workload": "prompts, lengths, temperature and concurrency of the load",
+}
+
+
+def _next(a: Run, b: Run, missing: Sequence[Gap]) -> tuple[str, ...]:
+    found = []
+    sides: dict[str, list[str]] = {}
+    for gap in missing:
+        # a few keys that one side prints and the other does not are no gap worth closing
+        if not gap.keys or gap.group == "environment":
+            sides.setdefault(gap.group, []).append(gap.side)
+    for group, where in sides.items():
+        side = " and ".join(dict.fromkeys(where))
+        found.append(f"on {side}: {_CLOSE[group]}")
+    for side, run in (("A", a), ("B", b)):
+        if not any(series.terms_ms for series in run.series):
+            found.append(
+                f"on {side}: time per phase (draft, verify, extend), and whether the verify runs "
+                f"in a CUDA graph"
+            )
+    return tuple(found)
+
+
+def _change(ratio: float) -> str:
+    if math.isinf(ratio):
+        return "unbounded"
+    value = 100 * (ratio - 1)
+    return f"{value:+.0f} %" if abs(value) >= 99.5 else f"{value:+.1f} %"

@@ -16,6 +16,7 @@ from autotune.errors import AutotuneError
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "study": ("autotune.cli.study:app", "Start, resume, stop and read studies."),
     "lint": ("autotune.cli.lint:lint", "Find faults in a server's command line, without a GPU."),
+    "env": ("autotune.cli.env:app", "Check that settings took effect in every worker."),
     "doctor": ("autotune.cli.doctor:doctor", "Find host faults that make serving slow."),
     "probe": ("autotune.cli.probe:probe", "Measure this host and write a machine file."),
     "diff": ("autotune.cli.diff:diff", "What differs between two runs and what it is worth."),

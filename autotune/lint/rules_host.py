@@ -214,9 +214,9 @@ def no_effect_here(setup: Setup) -> Iterator[Hit]:
         prefill = "" if effects[-1].outcome == "inert" else "; a prefill chunk differs, see below"
         yield warning(
             f"{name}={setup.env[name]}",
-            f"inert on {setup.machine.name if setup.machine else ''}: without it NCCL runs the same "
-            f"kernels from {size_text(first.size_bytes)} to {size_text(last.size_bytes)} ({runs})"
-            f"{prefill}",
+            f"inert on {setup.machine.name if setup.machine else ''}: without it NCCL runs the "
+            f"same kernels from {size_text(first.size_bytes)} to {size_text(last.size_bytes)} "
+            f"({runs}){prefill}",
             "drop it; it cannot explain a difference in decoding",
         )
 

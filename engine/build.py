@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from engine.collectives import Group
     from engine.draft import DraftModel
     from engine.executor import Executor
+    from engine.resident import Resident
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,9 @@ def resolve(config: LaunchConfig) -> Shapes:
 def _resolve_draft(config: LaunchConfig, target: TargetShape) -> DraftShape | None:
     if config.draft is None:
         return None
-    if config.draft.path is None:
+    if config.draft.shape is not None:
+        shape = draft_shape(_config_json("draft.shape", config.draft.shape), target)
+    elif config.draft.path is None:
         shape = random_draft_shape(target, config.draft.vocab)
     else:
         folder = Path(config.draft.path)
@@ -72,6 +75,13 @@ def _resolve_draft(config: LaunchConfig, target: TargetShape) -> DraftShape | No
     if widest > shape.draft_vocab:
         raise invalid(f"topk {widest} is above the draft's vocabulary of {shape.draft_vocab}")
     return shape
+
+
+def _config_json(key: str, name: str) -> Path:
+    found = next((p for p in (Path(name), Path(name) / "config.json") if p.is_file()), None)
+    if found is None:
+        raise invalid(f"{key} {name!r}: neither a config.json nor a folder with one")
+    return found
 
 
 def build(
@@ -112,12 +122,31 @@ def build(
         weights,
         group,
         ops,
-        slots=config.max_concurrency,
+        # one slot more than requests can have: padding rows of a batch live there
+        slots=config.max_concurrency + 1,
         rows=config.max_context + SCRATCH_ROWS,
         capture_points=shapes.draft.capture_points if leads and shapes.draft else (),
     )
     head = _build_draft(config, shapes.draft, model, device) if leads and shapes.draft else None
     return Executor(model, group, device), head
+
+
+def resident(
+    executor: "Executor", draft_model: "DraftModel | None", config: LaunchConfig
+) -> "Resident":
+    """Device-resident cycles over a built model."""
+    from engine.cycle import Seeds
+    from engine.resident import Resident
+
+    slots = config.max_concurrency
+    return Resident(
+        executor.model,
+        draft_model,
+        None if draft_model is None else Seeds(draft_model, slots + 1),
+        config.cuda_graph,
+        slots=slots,
+        seed=config.seed,
+    )
 
 
 def _build_draft(
@@ -137,4 +166,4 @@ def _build_draft(
     else:
         weights = random_draft(shape, embed_VH, config.seed + 1, dtype=dtype, device=device)
     rows = config.max_context + SCRATCH_ROWS
-    return DraftModel(shape, weights, model.ops, slots=config.max_concurrency, rows=rows)
+    return DraftModel(shape, weights, model.ops, slots=config.max_concurrency + 1, rows=rows)

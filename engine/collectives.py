@@ -27,6 +27,12 @@ class Group(Protocol):
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
         """Rank 0: all ranks' ``x`` stacked in front; other ranks: None."""
 
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' ``x`` stacked in front, on every rank."""
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Copy rank 0's int64 tensor of the compute device to all ranks in place."""
+
     def broadcast_host(self, x: torch.Tensor) -> None:
         """Copy rank 0's int64 host tensor to all ranks in place."""
 
@@ -43,6 +49,13 @@ class LocalGroup:
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
         """Its own part."""
         return x[None]
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Its own part."""
+        return x[None]
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Nothing."""
 
     def broadcast_host(self, x: torch.Tensor) -> None:
         """Nothing."""
@@ -73,6 +86,16 @@ class DistGroup:
         dist.gather(x, list(out.unbind(0)), dst=0)
         return out
 
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Stacked parts on every rank."""
+        out = torch.empty(self.tp, *x.shape, dtype=x.dtype, device=x.device)
+        dist.all_gather_into_tensor(out, x.contiguous())
+        return out
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Copy rank 0's device tensor to all."""
+        dist.broadcast(x, src=0)
+
     def broadcast_host(self, x: torch.Tensor) -> None:
         """Copy rank 0's host tensor to all."""
         dist.broadcast(x, src=0, group=self._host)
@@ -86,6 +109,14 @@ class OneShotGroup:
         self.all_reduce = memory.all_reduce
         self.gather = memory.gather
         self.broadcast_host = memory.broadcast
+        self.broadcast = memory.broadcast
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Stacked parts: a sum in which each rank fills its own place."""
+        out = torch.zeros(self.tp, *x.shape, dtype=x.dtype)
+        out[self.rank] = x
+        self.all_reduce(out)
+        return out
 
 
 def serve_store(tp: int, timeout_s: float) -> tuple[Any, int]:

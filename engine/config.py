@@ -4,6 +4,7 @@ Strict: an unknown key, a wrong type or an impossible combination is one line na
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -43,9 +44,14 @@ class TargetSpec(Schema):
 
 
 class DraftSpec(Schema):
-    """An EAGLE-3 checkpoint folder, or a head with random weights that fits the target."""
+    """An EAGLE-3 checkpoint folder, or a head with random weights.
+
+    A random head has the sizes of ``shape`` (an EAGLE-3 config.json or its folder), or else fits
+    the target with ``vocab`` draft tokens.
+    """
 
     path: str | None = None
+    shape: str | None = None
     weights: Literal["random"] | None = None
     vocab: int | None = Field(default=None, ge=2)
 
@@ -53,8 +59,10 @@ class DraftSpec(Schema):
     def _one_source(self) -> Self:
         if (self.path is None) == (self.weights is None):
             raise ValueError("give either path (an EAGLE-3 folder) or weights: random")
-        if self.path is not None and self.vocab is not None:
-            raise ValueError("vocab goes with weights: random, not with path")
+        if self.path is not None and (self.vocab is not None or self.shape is not None):
+            raise ValueError("shape and vocab go with weights: random, not with path")
+        if self.shape is not None and self.vocab is not None:
+            raise ValueError("give either shape (its draft vocabulary holds) or vocab")
         return self
 
 
@@ -65,6 +73,13 @@ class SpeculationConfig(Schema):
     steps: int = Field(default=0, ge=0)
     topk: int = Field(default=0, ge=0)
     draft_tokens: int = Field(default=0, ge=0)
+    #: shares of verifies that accept at least 1, 2, ... drafts, whatever the draft is worth
+    synthetic_acceptance: tuple[float, ...] | None = None
+
+    @field_validator("synthetic_acceptance", mode="before")
+    @classmethod
+    def _rates(cls, value: object) -> object:
+        return tuple(float(v) for v in value) if isinstance(value, (list, tuple)) else value
 
     @field_validator("method", mode="before")
     @classmethod
@@ -75,6 +90,8 @@ class SpeculationConfig(Schema):
     @model_validator(mode="after")
     def _tree_exists(self) -> Self:
         if self.method == "off":
+            if self.synthetic_acceptance is not None:
+                raise ValueError("synthetic_acceptance goes with speculation, not with method off")
             return self
         if self.steps < 1 or self.topk < 1:
             raise ValueError(f"steps {self.steps} and topk {self.topk} must be at least 1")
@@ -94,7 +111,19 @@ class SpeculationConfig(Schema):
                 f"draft_tokens {self.num_tokens} and (steps - 1) x topk "
                 f"{(self.steps - 1) * self.topk} must not exceed {SCRATCH_ROWS}"
             )
+        self._check_rates()
         return self
+
+    def _check_rates(self) -> None:
+        rates = self.synthetic_acceptance
+        if rates is None:
+            return
+        falling = all(a >= b for a, b in pairwise(rates))
+        if len(rates) != self.steps or not falling or not all(0 <= r <= 1 for r in rates):
+            raise ValueError(
+                f"synthetic_acceptance {list(rates)} must be {self.steps} rates (one a step) "
+                "between 0 and 1, none above the one before"
+            )
 
     @property
     def num_tokens(self) -> int:

@@ -11,13 +11,14 @@ from collections.abc import Callable
 
 import torch
 
+from engine import synthetic
 from engine.config import SpeculationConfig
 from engine.draft import DraftModel
 from engine.errors import EngineError
 from engine.executor import Executor, Heads, Keep, Order, Want
 from engine.sequence import Sequence, Tally
 from engine.timing import CycleTimer, NoTimer
-from engine.tree import draft
+from engine.tree import Tree, draft
 
 #: prompt tokens in one forward
 PREFILL_CHUNK = 512
@@ -30,6 +31,20 @@ class Seeds:
         fc = model.weights.fc_HF
         self.hidden_SH = torch.zeros(slots, model.shape.hidden, dtype=fc.dtype, device=fc.device)
         self.logits_SR = torch.zeros(slots, model.shape.draft_vocab, device=fc.device)
+        #: best draft id; the logits may be older than this when only chains are drafted
+        self.best_S = torch.zeros(slots, dtype=torch.int64, device=fc.device)
+
+    def settle(
+        self, model: DraftModel, slot_B: torch.Tensor, seed_BH: torch.Tensor, *, with_logits: bool
+    ) -> None:
+        """Keep an extend's last rows; chains need no logits."""
+        self.hidden_SH[slot_B] = seed_BH
+        if with_logits:
+            logits_BR = model.logits(seed_BH)
+            self.logits_SR[slot_B] = logits_BR
+            self.best_S[slot_B] = logits_BR.argmax(-1)
+        else:
+            self.best_S[slot_B] = model.best(seed_BH)
 
 
 class Cycle:
@@ -51,6 +66,8 @@ class Cycle:
         self.tally = Tally(speculation)
         self._keep: Keep | None = None
         self._number = 0
+        #: for synthetic acceptance
+        self._random = torch.Generator().manual_seed(0)
 
     def run(self, sequences: list[Sequence]) -> int:
         """One cycle; returns the number of tokens delivered."""
@@ -146,7 +163,7 @@ class Cycle:
         assert forward.captured_NF is not None
         num_tokens = tree.token_BT.shape[1]
         target_BT = self._targets(heads, sequences, num_tokens, "verify").view(-1, num_tokens)
-        path_BA, count_B, next_B = self.ops.verify_greedy(tree.token_BT, tree.parent_BT, target_BT)
+        path_BA, count_B, next_B = self._accept(tree, target_BT)
         counts: list[int] = count_B.tolist()
         path_BA = path_BA[:, : self._longest(counts)].clamp(min=0)
         paths, next_tokens = path_BA.tolist(), next_B.tolist()
@@ -171,6 +188,20 @@ class Cycle:
             )
         self.timer.mark("extend")
         return delivered
+
+    def _accept(
+        self, tree: Tree, target_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rates = self.speculation.synthetic_acceptance
+        if rates is None:
+            accepted = self.ops.verify_greedy(tree.token_BT, tree.parent_BT, target_BT)
+            return accepted[0], accepted[1], accepted[2]
+        uniform_B = torch.rand(len(target_BT), generator=self._random).to(self.device)
+        count_B = synthetic.counts(uniform_B, torch.tensor(rates, device=self.device))
+        _, depth_BT = self.ops.tree_mask(tree.parent_BT)
+        forced_BT = synthetic.forced_targets(tree.token_BT, tree.parent_BT, depth_BT, count_B)
+        path_BA, count_B, _ = self.ops.verify_greedy(tree.token_BT, tree.parent_BT, forced_BT)
+        return path_BA, count_B, synthetic.last_targets(path_BA, count_B, target_BT)
 
     def _longest(self, counts: list[int]) -> int:
         """Length of the paths that are extended: fixed on a GPU, so that it can be captured."""
@@ -216,9 +247,7 @@ class Cycle:
         hidden_NH = model.fuse(captured_BAF.reshape(num_sequences * num_tokens, -1))
         out_NH = model.forward(following_BA, hidden_NH, position_BA, slot_B, prefix_B)
         rows_B = torch.arange(num_sequences, device=self.device) * num_tokens + last_B
-        seed_BH = out_NH[rows_B]
-        seeds.hidden_SH[slot_B] = seed_BH
-        seeds.logits_SR[slot_B] = model.logits(seed_BH)
+        seeds.settle(model, slot_B, out_NH[rows_B], with_logits=True)
 
     def _want(self, sequences: list[Sequence]) -> Want:
         if any(s.request.temperature > 0 for s in sequences):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from engine.draft_weights import DraftWeights
 from engine.shapes import DraftShape
-from engine.target import rope_tables
+from engine.target import FUSED_ROWS, FUSED_TOKENS, rope_tables
 from kernels.opset import OpSet
 
 
@@ -22,6 +22,8 @@ class DraftModel:
         self, shape: DraftShape, weights: DraftWeights, ops: OpSet, *, slots: int, rows: int
     ) -> None:
         self.shape, self.weights, self.ops = shape, weights, ops
+        #: whether forwards of few tokens use the fused ops
+        self.fused = ops.name == "triton"
         fc = weights.fc_HF
         self.cache_XSCGD = torch.zeros(
             2, slots, rows, shape.kv_heads, shape.head_dim, dtype=fc.dtype, device=fc.device
@@ -47,6 +49,11 @@ class DraftModel:
         Without a mask the T tokens follow row ``prefix_b`` causally. With one, M nodes hang below
         ``prefix_b`` and the T tokens are the last of them; the others are in the cache already.
         """
+        num_tokens = token_BT.shape[1]
+        if self.fused and num_tokens <= FUSED_TOKENS and token_BT.numel() <= FUSED_ROWS:
+            return self._forward_few(
+                token_BT, hidden_NH, position_BT, slot_B, prefix_B, tree_mask_BMM
+            )
         shape, weights, ops = self.shape, self.weights, self.ops
         eps = shape.rms_eps
         embed_NH = F.embedding(token_BT.reshape(-1), weights.embed_VH)
@@ -58,6 +65,51 @@ class DraftModel:
         gate, up = F.linear(y, weights.gate_up_JH).chunk(2, dim=-1)
         out_NH: torch.Tensor = F.linear(F.silu(gate) * up, weights.down_HI) + residual
         return out_NH
+
+    def _forward_few(
+        self,
+        token_BT: torch.Tensor,
+        hidden_NH: torch.Tensor,
+        position_BT: torch.Tensor,
+        slot_B: torch.Tensor,
+        prefix_B: torch.Tensor,
+        tree_mask_BMM: torch.Tensor | None,
+    ) -> torch.Tensor:
+        shape, weights, ops = self.shape, self.weights, self.ops
+        eps, num_tokens = shape.rms_eps, token_BT.shape[1]
+        embed_NH = F.embedding(token_BT.reshape(-1), weights.embed_VH)
+        normed_NH = ops.rms_norm(hidden_NH, weights.hidden_norm_H, eps)
+        y = torch.cat((ops.rms_norm(embed_NH, weights.input_norm_H, eps), normed_NH), dim=-1)
+        mask_BTM = None if tree_mask_BMM is None else tree_mask_BMM[:, -num_tokens:].contiguous()
+        o = ops.qkv_attention(
+            F.linear(y, weights.qkv_PX),
+            None,
+            None,
+            0.0,
+            position_BT.reshape(-1),
+            self.cos_PD,
+            self.sin_PD,
+            self.cache_XSCGD[0],
+            self.cache_XSCGD[1],
+            slot_B,
+            prefix_B,
+            mask_BTM,
+            self.scale,
+        )
+        residual = normed_NH if shape.norm_before_residual else hidden_NH
+        x = ops.linear_add(o, weights.o_HQ, residual)
+        gate, up = ops.norm_linear(x, weights.post_norm_H, eps, weights.gate_up_JH).chunk(2, dim=-1)
+        out_NH: torch.Tensor = ops.linear_add(F.silu(gate) * up, weights.down_HI, x)
+        return out_NH
+
+    def best(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """The likeliest draft id of each row (N), without writing logits where the ops are fused."""
+        if not self.fused:
+            return self.logits(hidden_NH).argmax(-1)
+        token_N: torch.Tensor = self.ops.norm_linear_argmax(
+            hidden_NH, self.weights.norm_H, self.shape.rms_eps, self.weights.head_RH
+        )[0]
+        return token_N
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """fp32 logits (N, R) over the draft vocabulary."""

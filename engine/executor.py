@@ -8,7 +8,7 @@ vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -16,10 +16,13 @@ from engine.collectives import Group
 from engine.target import Batch, Forward, TargetModel
 from engine.timing import NoTimer, Timer
 
+if TYPE_CHECKING:
+    from engine.resident import Resident
+
 #: what comes back from the head: nothing, the best token, the best two, or all logits
 Want = Literal["none", "best", "lead", "full"]
 _WANTS: tuple[Want, ...] = ("none", "best", "lead", "full")
-_STOP, _FORWARD = 0, 1
+_STOP, _FORWARD, _RESIDENT = 0, 1, 2
 #: int64 values every order message has room for; longer orders take a second message
 _INLINE = 256
 _HEADER = 9
@@ -66,6 +69,16 @@ class Executor:
 
     def __init__(self, model: TargetModel, group: Group, device: torch.device) -> None:
         self.model, self.group, self.device = model, group, device
+        #: greedy cycles that need no order each; None: every cycle is ordered
+        self.resident: Resident | None = None
+
+    def order_resident(self, payload: list[int]) -> None:
+        """Rank 0: tell the others' ``Resident`` what to do (see ``Resident.obey``)."""
+        if self.group.tp > 1:
+            values = [_RESIDENT, len(payload) + 2, *payload]
+            message = torch.zeros(max(len(values), _INLINE), dtype=torch.int64)
+            message[: len(values)] = torch.tensor(values)
+            self._broadcast(message, len(values))
 
     def forward(self, order: Order, timer: Timer) -> tuple[Forward, Heads | None]:
         """Rank 0: send the order and run it."""
@@ -85,7 +98,11 @@ class Executor:
         """Other ranks: run orders until told to stop."""
         timer = NoTimer()
         while (order := self._receive()) is not None:
-            self._run(order, timer)
+            if isinstance(order, Order):
+                self._run(order, timer)
+            else:
+                assert self.resident is not None
+                self.resident.obey(order)
 
     def _run(self, order: Order, timer: Timer) -> tuple[Forward, Heads | None]:
         model, device = self.model, self.device
@@ -182,22 +199,29 @@ class Executor:
         )
         message = torch.zeros(max(length, _INLINE), dtype=torch.int64)
         torch.cat([header, *(f.cpu() for f in fields)], out=message[:length])
+        self._broadcast(message, length)
+
+    def _broadcast(self, message: torch.Tensor, length: int) -> None:
         self.group.broadcast_host(message[:_INLINE])
         if length > _INLINE:
             self.group.broadcast_host(message[_INLINE:])
 
-    def _receive(self) -> Order | None:
+    def _receive(self) -> Order | list[int] | None:
         message = torch.zeros(_INLINE, dtype=torch.int64)
         self.group.broadcast_host(message)
-        kind, length, num_sequences, num_tokens, tree, want, last_only, kept, longest = message[
-            :_HEADER
-        ].tolist()
+        kind, length = message[:2].tolist()
         if kind == _STOP:
             return None
         if length > _INLINE:
             rest = torch.zeros(length - _INLINE, dtype=torch.int64)
             self.group.broadcast_host(rest)
             message = torch.cat((message, rest))
+        if kind == _RESIDENT:
+            payload: list[int] = message[2:length].tolist()
+            return payload
+        num_sequences, num_tokens, tree, want, last_only, kept, longest = message[
+            2:_HEADER
+        ].tolist()
         size = num_sequences * num_tokens
         sizes = [num_sequences, num_sequences, size, size if tree else 0, kept, kept, kept]
         sizes.append(kept * longest)

@@ -102,6 +102,15 @@ class RunResult:
     phases_ms: Mapping[str, float] = field(default_factory=dict)
     #: cycles the phases were timed on (all on a CPU, a sample on a GPU)
     num_timed_cycles: int = 0
+    #: "resident" (state on the device, host reads behind) or "stepwise: " and why
+    path: str = "stepwise"
+    #: segment and shape -> "captured", or "eager: " and why
+    graphs: Mapping[str, str] = field(default_factory=dict)
+    #: GPU time of each part of a cycle, from events around it on a sample of the cycles; with
+    #: graphs, their sum without "host_gap" is the GPU's busy time. {} on a CPU
+    segments_ms: Mapping[str, float] = field(default_factory=dict)
+    #: mean over layers of the experts touched in one sampled cycle; None where not sampled
+    distinct_experts: float | None = None
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -5,6 +5,7 @@ A cycle handles all running requests together; a request that ends frees its slo
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 
 from engine.config import SpeculationConfig
@@ -13,6 +14,7 @@ from engine.draft import DraftModel
 from engine.executor import Executor
 from engine.results import Request, RunResult
 from engine.sequence import Sequence
+from engine.stream import Stream
 from engine.timing import CycleTimer, EventTimer, LapTimer
 
 #: on a GPU every n-th cycle is timed in detail
@@ -34,7 +36,11 @@ class Runner:
     ) -> None:
         self.executor, self.draft_model = executor, draft_model
         self.slots, self.eos_ids, self.beat = slots, eos_ids, beat
-        self.seeds = None if draft_model is None else Seeds(draft_model, slots)
+        resident = executor.resident
+        if resident is not None:
+            self.seeds = resident.seeds
+        else:
+            self.seeds = None if draft_model is None else Seeds(draft_model, slots + 1)
 
     def run(
         self,
@@ -53,10 +59,45 @@ class Runner:
         cycle = Cycle(
             self.executor, self.draft_model, self.seeds, speculation, timer, margins=margins
         )
+        at_once = min(concurrency, self.slots)
+        stepwise = self._why_stepwise(requests, margins)
         try:
-            return _Job(self, requests, cycle, min(concurrency, self.slots)).run()
+            if stepwise is None:
+                assert self.executor.resident is not None
+                return Stream(
+                    self.executor,
+                    self.executor.resident,
+                    cycle,
+                    requests,
+                    self.eos_ids,
+                    concurrency=at_once,
+                    beat=_Beat(self.beat),
+                ).run()
+            return replace(_Job(self, requests, cycle, at_once).run(), path=f"stepwise: {stepwise}")
         finally:
             self.executor.stop()
+
+    def _why_stepwise(self, requests: list[Request], margins: bool) -> str | None:
+        """Why these requests need the host in every cycle; None: they do not."""
+        if self.executor.resident is None:
+            return "device cpu"
+        if margins:
+            return "margins asked for"
+        if any(r.temperature > 0 for r in requests):
+            return "sampling (temperature above 0)"
+        return None
+
+
+class _Beat:
+    """Passes on a sign of life at most once a second."""
+
+    def __init__(self, beat: Callable[[], None]) -> None:
+        self._beat, self._last_s = beat, perf_counter()
+
+    def __call__(self) -> None:
+        if perf_counter() - self._last_s > _BEAT_S:
+            self._last_s = perf_counter()
+            self._beat()
 
 
 class _Job:

@@ -44,6 +44,10 @@ class Forward:
     captured_NF: torch.Tensor | None
 
 
+#: tokens of a sequence, and rows in all, up to which the fused ops serve a forward
+FUSED_TOKENS, FUSED_ROWS = 64, 512
+
+
 def rope_tables(
     theta: float, head_dim: int, positions: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,6 +75,8 @@ class TargetModel:
         self.shape, self.weights, self.group, self.ops = shape, weights, group, ops
         self.capture_points = capture_points
         embed = weights.embed_VH
+        #: where set, every fused forward appends each layer's chosen experts
+        self.expert_log: list[torch.Tensor] | None = None
         self.heads = shape.heads // group.tp
         self.kv_heads = max(shape.kv_heads // group.tp, 1)
         self.scale = shape.head_dim**-0.5
@@ -120,6 +126,92 @@ class TargetModel:
             captured.append(x + residual)
         fused = self._in_order(captured) if captured else None
         return Forward(x, residual, fused)
+
+    def forward_few(
+        self, batch: Batch, timer: Timer, phase: str
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As ``forward`` for few tokens, in six kernels a layer where the ops are fused.
+
+        Returns the residual stream (N, H) before the last norm and the captured hidden states.
+        Larger batches go through ``forward``.
+        """
+        num_tokens = batch.token_BT.shape[1]
+        if num_tokens > FUSED_TOKENS or batch.token_BT.numel() > FUSED_ROWS:
+            out = self.forward(batch, timer, phase)
+            return out.x_NH + out.residual_NH, out.captured_NF
+        shape, ops, weights = self.shape, self.ops, self.weights
+        attention, moe, allreduce = f"{phase}.attention", f"{phase}.moe", f"{phase}.allreduce"
+        position_N = batch.position_BT.reshape(-1)
+        hidden_NH = F.embedding(batch.token_BT.reshape(-1), weights.embed_VH)
+        leads = self.group.rank == 0
+        captured = []
+        timer.mark(f"{phase}.other")
+        for i, layer in enumerate(weights.layers):
+            if i in self.capture_points:
+                captured.append(hidden_NH)
+            qkv_NP = ops.norm_linear(hidden_NH, layer.input_norm_H, shape.rms_eps, layer.qkv_PH)
+            o_NQ = ops.qkv_attention(
+                qkv_NP,
+                layer.q_norm_D,
+                layer.k_norm_D,
+                shape.rms_eps,
+                position_N,
+                self.cos_PD,
+                self.sin_PD,
+                *self.caches[i],
+                batch.slot_B,
+                batch.prefix_B,
+                batch.mask_BTT,
+                self.scale,
+            )
+            # one rank carries the residual stream into the sum
+            hidden_NH = ops.linear_add(o_NQ, layer.o_HQ, hidden_NH if leads else None)
+            timer.mark(attention)
+            self.group.all_reduce(hidden_NH)
+            timer.mark(allreduce)
+            weight_NK, expert_NK = ops.norm_route(
+                hidden_NH,
+                layer.post_norm_H,
+                shape.rms_eps,
+                layer.router_EH,
+                shape.experts_per_token,
+                renormalize=shape.renormalize,
+            )
+            if self.expert_log is not None:
+                self.expert_log.append(expert_NK)
+            hidden_NH = ops.norm_moe_add(
+                hidden_NH,
+                layer.post_norm_H,
+                shape.rms_eps,
+                layer.gate_up_EJH,
+                layer.down_EHI,
+                weight_NK,
+                expert_NK,
+                hidden_NH if leads else None,
+            )
+            timer.mark(moe)
+            self.group.all_reduce(hidden_NH)
+            timer.mark(allreduce)
+        if shape.layers in self.capture_points:
+            captured.append(hidden_NH)
+        return hidden_NH, self._in_order(captured) if captured else None
+
+    def best(self, hidden_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest token of each row (N) and its logit, fp32: the same on every rank.
+
+        Every rank compares the same gathered pairs, so all decide alike without a message.
+        """
+        token_N, value_N = self.ops.norm_linear_argmax(
+            hidden_NH, self.weights.norm_H, self.shape.rms_eps, self.weights.head_RH
+        )
+        if self.group.tp == 1:
+            return token_N, value_N
+        # token ids are exact in fp32 up to 2^24
+        mine_2N = torch.stack((value_N, (token_N + self.weights.vocab_start).float()))
+        all_R2N = self.group.all_gather(mine_2N)
+        best_N = all_R2N[:, 0].argmax(0, keepdim=True)
+        picked_2N = all_R2N.gather(0, best_N.expand(2, -1)[None])[0]
+        return picked_2N[1].long(), picked_2N[0]
 
     def _attention(
         self, layer: TargetLayer, i: int, y_NH: torch.Tensor, position_N: torch.Tensor, batch: Batch

@@ -46,13 +46,17 @@ def draft(
     logits_BR: torch.Tensor,
     slot_B: torch.Tensor,
     prefix_B: torch.Tensor,
+    first_B: torch.Tensor | None = None,
 ) -> Tree:
     """Draft below ``root_B`` from the extend's last hidden states and logits.
 
-    ``prefix_B``: rows of the head's cache that are settled.
+    ``prefix_B``: rows of the head's cache that are settled. ``first_B``: the best draft id of
+    ``logits_BR`` where it is known; a chain then looks at no logits.
     """
     if speculation.topk == 1:
-        return _chain(model, speculation.steps, root_B, hidden_BH, logits_BR, slot_B, prefix_B)
+        if first_B is None:
+            first_B = logits_BR.argmax(-1)
+        return _chain(model, speculation.steps, root_B, hidden_BH, first_B, slot_B, prefix_B)
     return _tree(model, speculation, root_B, hidden_BH, logits_BR, slot_B, prefix_B)
 
 
@@ -61,20 +65,22 @@ def _chain(
     steps: int,
     root_B: torch.Tensor,
     hidden_BH: torch.Tensor,
-    logits_BR: torch.Tensor,
+    first_B: torch.Tensor,
     slot_B: torch.Tensor,
     prefix_B: torch.Tensor,
 ) -> Tree:
     """Only the best child, step by step: no scores, no masks."""
     target_id_R = model.weights.target_id_R
-    tokens = [root_B, target_id_R[logits_BR.argmax(-1)]]
+    tokens = [root_B, target_id_R[first_B]]
     for step in range(steps - 1):
         row_B = prefix_B + step
         hidden_BH = model.forward(tokens[-1][:, None], hidden_BH, row_B[:, None], slot_B, row_B)
-        tokens.append(target_id_R[model.logits(hidden_BH).argmax(-1)])
+        tokens.append(target_id_R[model.best(hidden_BH)])
     token_BT = torch.stack(tokens, dim=1)
     parent_T = torch.arange(-1, steps, device=token_BT.device)
-    return Tree(token_BT, parent_T.expand_as(token_BT), torch.zeros_like(token_BT))
+    # kernels take whole tensors, not expanded ones
+    parent_BT = parent_T.expand_as(token_BT).contiguous()
+    return Tree(token_BT, parent_BT, torch.zeros_like(token_BT))
 
 
 def _tree(

@@ -50,7 +50,7 @@ class Worker:
         import torch
 
         from engine import runner
-        from engine.build import build, resolve
+        from engine.build import build, resident, resolve
 
         self.connection, self.config, self.rank = connection, config, rank
         self._beat_s = perf_counter()
@@ -60,6 +60,8 @@ class Worker:
         self.group = self._join(memory_fd)
         executor, draft_model = build(config, shapes, self.group, self.device, self.beat)
         self.executor: Executor = executor
+        if self.device.type == "cuda":
+            executor.resident = resident(executor, draft_model, config)
         self.runner: runner.Runner | None = None
         if rank == 0:
             self.runner = runner.Runner(

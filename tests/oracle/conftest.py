@@ -9,7 +9,7 @@ import known_acceptance
 import pytest
 import torch
 
-from engine.build import Shapes, build, resolve
+from engine.build import Shapes, build, resident, resolve
 from engine.collectives import LocalGroup
 from engine.config import DraftSpec, LaunchConfig, TargetSpec
 from engine.draft import DraftModel
@@ -38,9 +38,14 @@ class Local:
 
 @pytest.fixture(scope="session")
 def local() -> Callable[..., Local]:
-    """Build a one-rank engine from folders, without worker processes."""
+    """Build a one-rank engine from folders, without worker processes.
 
-    def make(target: Path, draft: Path | None = None, **settings: Any) -> Local:
+    ``on_device``: cycles as on a GPU, with state on the device and fused ops.
+    """
+
+    def make(
+        target: Path, draft: Path | None = None, *, on_device: bool = False, **settings: Any
+    ) -> Local:
         config = LaunchConfig(
             target=TargetSpec(path=str(target)),
             draft=None if draft is None else DraftSpec(path=str(draft)),
@@ -48,6 +53,11 @@ def local() -> Callable[..., Local]:
         )
         shapes = resolve(config)
         executor, head = build(config, shapes, LocalGroup(), torch.device("cpu"))
+        if on_device:
+            # what a GPU runs: cycles with their state on the device, and the fused ops
+            executor.resident = resident(executor, head, config)
+            if head is not None:
+                head.fused = True
         runner = Runner(executor, head, slots=config.max_concurrency, eos_ids=shapes.target.eos_ids)
         return Local(shapes, executor, head, runner)
 

@@ -28,9 +28,15 @@ def _spec(**values: int) -> SpeculationConfig:
     return SpeculationConfig(method="eagle3", **values)
 
 
-@pytest.fixture(scope="module")
-def engine(local: Callable[..., Any], small_pair: Path) -> Any:
-    return local(small_pair / "target", small_pair / "eagle3", max_context=128, max_concurrency=3)
+@pytest.fixture(scope="module", params=["stepwise", "resident"])
+def engine(request: Any, local: Callable[..., Any], small_pair: Path) -> Any:
+    return local(
+        small_pair / "target",
+        small_pair / "eagle3",
+        on_device=request.param == "resident",
+        max_context=128,
+        max_concurrency=3,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,268 @@
+"""The run loop of resident cycles on rank 0: queue cycles ahead, read reports behind.
+
+The device is kept a few cycles ahead of the host, which reads a report when it has arrived and
+delivers its tokens. A request that turns out to have ended leaves the batch with the next cycle
+queued; what the device still does for it is dropped. Admission waits for an empty queue, so that
+prefills are not counted as decoding.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from engine.cycle import Cycle
+from engine.errors import EngineError
+from engine.executor import Executor
+from engine.graphs import SegmentTimes
+from engine.resident import (
+    Resident,
+    bucket,
+    longest_path,
+    prepare_order,
+    run_order,
+    start_order,
+)
+from engine.results import Request, RunResult
+from engine.sequence import Sequence
+
+#: cycles that one rank alone queues ahead of what it has read
+_AHEAD = 3
+#: cycles in one order to the other ranks
+_LONGEST_ORDER = 16
+#: every n-th cycle is timed, every m-th takes laps inside its segments
+_TIMED_EVERY, _LAPS_EVERY = 16, 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A queued cycle whose report has not been read."""
+
+    rows: tuple[Sequence, ...]
+    report_BX: torch.Tensor
+    arrived: Any
+
+
+class Stream:
+    """One run of resident cycles."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        resident: Resident,
+        cycle: Cycle,
+        requests: list[Request],
+        eos_ids: tuple[int, ...],
+        *,
+        concurrency: int,
+        beat: Callable[[], None],
+    ) -> None:
+        self.executor, self.resident, self.prefills = executor, resident, cycle
+        self.speculation, self.eos_ids, self.beat = cycle.speculation, eos_ids, beat
+        self.waiting = deque(enumerate(requests))
+        self.free = list(range(concurrency))[::-1]
+        #: what the device's rows are, and what they should become with the next cycle
+        self.rows: tuple[Sequence, ...] = ()
+        self.active: list[Sequence] = []
+        self.done: list[Sequence] = []
+        self.queue: deque[_Pending] = deque()
+        self.times = SegmentTimes(resident.device, _TIMED_EVERY, _LAPS_EVERY)
+        self.decode_tokens = self.num_cycles = 0
+        self.decode_wall_s = self._since_s = 0.0
+        self._on_gpu = resident.device.type == "cuda"
+        self._experts: float | None = None
+        self._widest = 0
+
+    def run(self) -> RunResult:
+        """Everything, to the last token."""
+        self.executor.order_resident(start_order(self.speculation))
+        self.resident.start(self.speculation)
+        while self.waiting or self.active:
+            if self.waiting and self.free:
+                self._drain()
+                self._admit()
+            elif (count := self._wanted()) > 0:
+                self._issue(count)
+            else:
+                self._read()
+            while self.queue and self.queue[0].arrived is not None and self.queue[0].arrived.query():
+                self._read()
+        return self._result()
+
+    def _admit(self) -> None:
+        """Prefill into all free slots, then start the clock."""
+        while self.waiting and self.free:
+            index, request = self.waiting.popleft()
+            sequence = Sequence(index, request, self.free.pop(), self.eos_ids)
+            self.prefills.prefill(sequence, self.beat)
+            self.active.append(sequence)
+            self._retire()
+        self._start_clock()
+
+    def _start_clock(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        self.times.pause()
+        self._since_s = perf_counter()
+
+    def _wanted(self) -> int:
+        """Cycles to queue now; 0: read first.
+
+        Every cycle delivers at least one token to a request that has not ended, so cycles beyond
+        the longest need are never queued; those beyond the least need may turn out idle.
+        """
+        if not self.active:
+            return 0
+        queued = len(self.queue)
+        left = [s.request.max_new_tokens - len(s.tokens) for s in self.active]
+        longest = longest_path(self.speculation)
+        most = max(left) - queued
+        if self.executor.group.tp == 1:
+            return int(queued < _AHEAD and most > 0)
+        # as many as nobody can finish within, so that an order is worth its broadcast
+        safe = min(left) // longest - queued
+        if any(not s.request.ignore_eos for s in self.active):
+            safe = min(safe, _AHEAD)
+        if queued >= _AHEAD or most <= 0:
+            return 0
+        return max(1, min(safe, _LONGEST_ORDER, most))
+
+    def _issue(self, count: int) -> None:
+        """Queue ``count`` cycles on every rank."""
+        num_rows = bucket(len(self.active))
+        if not self.resident.prepared(num_rows):
+            self._drain()
+            if not self.active:
+                return
+            num_rows = bucket(len(self.active))
+            self.executor.order_resident(prepare_order(num_rows))
+            self.resident.prepare(num_rows)
+            self.beat()
+            self._start_clock()
+        plan_5B = self._plan(num_rows)
+        self.executor.order_resident(run_order(num_rows, count, plan_5B))
+        if plan_5B is not None:
+            self.resident.arrange(plan_5B)
+        self._widest = max(self._widest, num_rows)
+        for _ in range(count):
+            record_BX = self.resident.cycle(num_rows, self.times)
+            self.queue.append(self._copied(record_BX))
+
+    def _plan(self, num_rows: int) -> torch.Tensor | None:
+        """How the device's rows become ``active``; None when they are already."""
+        wanted = tuple(self.active)
+        if wanted == self.rows:
+            return None
+        before = {id(s): row for row, s in enumerate(self.rows)}
+        padding = [-1, self.resident.slots, 0, 0, 0]
+        columns = []
+        for s in wanted:
+            if id(s) in before:
+                columns.append([before[id(s)], 0, 0, 0, 0])
+            else:
+                left = s.request.max_new_tokens - len(s.tokens)
+                columns.append([-1, s.slot, s.last, s.prefix, left])
+        columns += [padding] * (num_rows - len(columns))
+        self.rows = wanted
+        return torch.tensor(columns).T.contiguous()
+
+    def _copied(self, record_BX: torch.Tensor) -> _Pending:
+        if not self._on_gpu:
+            return _Pending(self.rows, record_BX.clone(), None)
+        report_BX = torch.empty(record_BX.shape, dtype=torch.int64, pin_memory=True)
+        report_BX.copy_(record_BX, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return _Pending(self.rows, report_BX, event)
+
+    def _drain(self) -> None:
+        while self.queue:
+            self._read()
+
+    def _read(self) -> None:
+        """Wait for the oldest report and deliver its tokens."""
+        pending = self.queue.popleft()
+        if pending.arrived is not None:
+            pending.arrived.synchronize()
+        report = pending.report_BX[: len(pending.rows)].tolist()
+        now_s = perf_counter()
+        wall_s, self._since_s = now_s - self._since_s, now_s
+        self.decode_wall_s += wall_s
+        running = False
+        for sequence, values in zip(pending.rows, report, strict=True):
+            if sequence.finish_reason is None:
+                running = True
+                sequence.decode_s += wall_s
+                self._deliver(sequence, values)
+        self.num_cycles += running
+        self._retire()
+        self.beat()
+
+    def _deliver(self, sequence: Sequence, values: list[int]) -> None:
+        if self.speculation.method == "off":
+            emitted = values
+        else:
+            count, token = values[:2]
+            longest = longest_path(self.speculation)
+            self.prefills.tally.add(values[longest + 1 : longest + 1 + count])
+            sequence.tokens_per_verify.append(count + 1)
+            emitted = [*values[2 : 2 + count], token]
+        if emitted[-1] < 0:
+            raise EngineError(
+                "crash",
+                "generate",
+                f"NaN or infinite logits at cycle {self.num_cycles} (request {sequence.index}): "
+                "the weights or the prompt overflow this dtype",
+            )
+        sequence.prefix += len(emitted)
+        self.decode_tokens += sequence.emit(emitted)
+
+    def _retire(self) -> None:
+        for sequence in self.active:
+            if sequence.finish_reason is not None:
+                self.free.append(sequence.slot)
+                self.done.append(sequence)
+        self.active = [s for s in self.active if s.finish_reason is None]
+
+    def _result(self) -> RunResult:
+        # cycles queued for requests that had ended
+        self.queue.clear()
+        self.resident.finish_laps(self.times)
+        means_ms = self.times.means_ms()
+        cycle_ms = self.decode_wall_s * 1e3 / max(self.num_cycles, 1)
+        return RunResult(
+            requests=tuple(s.result() for s in sorted(self.done, key=lambda s: s.index)),
+            counters=self.prefills.tally.counters(),
+            decode_wall_s=self.decode_wall_s,
+            decode_tokens=self.decode_tokens,
+            num_cycles=self.num_cycles,
+            cycle_ms=cycle_ms,
+            phases_ms=_phases(means_ms, dict(self.times.laps_ms), cycle_ms),
+            num_timed_cycles=self.times.num_timed,
+            path="resident",
+            graphs=self.resident.report(),
+            segments_ms=means_ms,
+            distinct_experts=self.resident.distinct_experts(self._widest),
+        )
+
+
+def _phases(
+    means_ms: dict[str, float], laps_ms: dict[str, float], cycle_ms: float
+) -> dict[str, float]:
+    """Segment times split by the laps' shares, scaled so that they sum to the cycle."""
+    phases = dict(means_ms)
+    for whole in ("decode", "verify"):
+        inside = {
+            name: ms for name, ms in laps_ms.items() if name == "sample" or name.startswith(whole)
+        }
+        if whole in phases and sum(inside.values()) > 0:
+            segment_ms, total = phases.pop(whole), sum(inside.values())
+            for name, ms in inside.items():
+                phases[name] = segment_ms * ms / total
+        elif whole in phases:
+            phases[f"{whole}.other"] = phases.pop(whole)
+    scale = cycle_ms / total if (total := sum(phases.values())) > 0 else 1.0
+    return {name: ms * scale for name, ms in phases.items()}

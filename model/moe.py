@@ -33,6 +33,8 @@ WEIGHT_FORMATS: Mapping[str, str] = {
     "bfloat16": "bf16",
     "float16": "fp16",
 }
+_SIZES = ("hidden", "intermediate", "experts", "top_k", "tp", "tokens")
+CSV_COLUMNS = ("gpu", "kernel", "weight_dtype", *_SIZES, "routing", "time_us")
 #: a row is cold when its bytes exceed the L2 by this factor
 COLD_FACTOR = 1.3
 #: below this share of the L2 all touched bytes stay resident between repeats
@@ -61,14 +63,23 @@ class MoeRow:
     @property
     def loads(self) -> NDArray[np.int64]:
         """Tokens per expert under the row's routing law."""
-        if self.routing == "balanced":
+        exponent = self.routing_exponent()
+        if exponent is None:
             return balanced_loads(self.tokens, self.experts, self.per_token)
+        return power_law_loads(self.tokens, self.experts, self.per_token, exponent)
+
+    def routing_exponent(self) -> float | None:
+        """Exponent of a power law, None for balanced routing; ``ValueError`` for another."""
         law, _, alpha = self.routing.rpartition("_")
-        if law != "power_law":
+        try:
+            exponent = float(alpha) if law == "power_law" else float("nan")
+        except ValueError:
+            exponent = float("nan")
+        if self.routing != "balanced" and not 0 < exponent < 10:
             raise ValueError(
                 f"routing {self.routing!r} is unknown; known: balanced, power_law_<exponent>"
             )
-        return power_law_loads(self.tokens, self.experts, self.per_token, float(alpha))
+        return None if self.routing == "balanced" else exponent
 
     @property
     def expert_bytes(self) -> float:
@@ -80,34 +91,56 @@ class MoeRow:
 def read_moe_rows(path: Path | str) -> list[MoeRow]:
     """Rows of a CSV like moe-layer-published.csv; raises ``ValueError`` naming line and column."""
     rows = []
-    with open(path, newline="", encoding="utf-8") as file:
-        for line, row in enumerate(csv.DictReader(file), start=2):
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        missing = [name for name in CSV_COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise ValueError(f"{path}: column {missing[0]!r} is missing")
+        for row in reader:
             try:
                 rows.append(_row_of(row))
-            except (KeyError, ValueError) as error:
-                raise ValueError(f"{path}, line {line}: {error}") from error
+            except ValueError as error:
+                raise ValueError(f"{path} line {reader.line_num}: {error}") from error
     if not rows:
         raise ValueError(f"{path} holds no rows")
     return rows
 
 
-def _row_of(row: Mapping[str, str]) -> MoeRow:
-    if row["weight_dtype"] not in WEIGHT_FORMATS:
+def _row_of(row: Mapping[str, str | None]) -> MoeRow:
+    text = {name: row[name] or "" for name in CSV_COLUMNS}
+    if text["weight_dtype"] not in WEIGHT_FORMATS:
         known = ", ".join(WEIGHT_FORMATS)
-        raise ValueError(f"weight_dtype {row['weight_dtype']!r} is unknown; known: {known}")
-    values = {k: int(row[k]) for k in ("hidden", "intermediate", "experts", "tp", "tokens")}
-    time_us = float(row["time_us"])
-    if min(values.values()) < 1 or not time_us > 0:
-        raise ValueError(f"sizes and time_us must be positive: {dict(row)}")
-    return MoeRow(
-        gpu=row["gpu"],
-        kernel=row["kernel"],
-        weight_format=WEIGHT_FORMATS[row["weight_dtype"]],
-        per_token=int(row["top_k"]),
-        routing=row["routing"],
+        raise ValueError(f"weight_dtype {text['weight_dtype']!r} is unknown; known: {known}")
+    values = {name: _whole(name, text[name]) for name in _SIZES}
+    if values["top_k"] > values["experts"]:
+        raise ValueError(f"top_k {values['top_k']} is above experts {values['experts']}")
+    try:
+        time_us = float(text["time_us"])
+    except ValueError:
+        time_us = float("nan")
+    if not 0 < time_us < 60e6:
+        raise ValueError(f"time_us {text['time_us']!r} must be a time > 0 us, below a minute")
+    found = MoeRow(
+        gpu=text["gpu"],
+        kernel=text["kernel"],
+        weight_format=WEIGHT_FORMATS[text["weight_dtype"]],
+        per_token=values.pop("top_k"),
+        routing=text["routing"],
         time_us=time_us,
         **values,
     )
+    found.routing_exponent()
+    return found
+
+
+def _whole(name: str, text: str) -> int:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not (value >= 1 and value.is_integer() and value < 1e9):
+        raise ValueError(f"{name} {text!r} must be a whole number >= 1")
+    return int(value)
 
 
 @dataclass(frozen=True, slots=True)

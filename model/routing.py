@@ -135,7 +135,8 @@ def power_law_loads(tokens: int, experts: int, per_token: int, alpha: float) -> 
     low, high = (1.0, tokens * 0.8) if total > experts else (0.01, 2.0)
     high = max(high, low * 1.000001)
     u = (np.arange(experts) + 0.5) / experts
-    power = 1.0 - alpha
+    # at an exponent of 1 the law is the limit, which the formula does not reach
+    power = 1.0 - alpha if abs(alpha - 1.0) > 1e-6 else 1e-6
     weight = ((high**power - low**power) * u + low**power) ** (1.0 / power)
     loads = np.rint(weight / weight.sum() * total).astype(np.int64)
     # no token picks an expert twice; what is cut or lost by rounding goes to the least loaded

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from model.calibration import Calibration
 from model.compute import Device, gemm_us
 from model.constants import Constant, as_mapping
 from model.intervals import mixture_quantiles
@@ -46,6 +47,7 @@ class StepRow:
     eager_no_allreduce_us: float
     graph_us: float
     graph_no_allreduce_us: float
+    num_ranks: int = 2
 
     @property
     def kernels(self) -> int:
@@ -61,28 +63,51 @@ class StepRow:
 def read_step_rows(path: Path | str) -> list[StepRow]:
     """Rows of a JSONL file; raises ``ValueError`` naming line and field."""
     rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").splitlines(), start=1):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
+            if not isinstance(value, Mapping):
+                raise ValueError(f"an object is expected, got {line[:40]!r}")
             rows.append(_row_of(value))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {number}: {type(error).__name__} {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{path} line {number}: {error}") from error
     if not rows:
         raise ValueError(f"{path} holds no rows")
     return rows
 
 
 def _row_of(value: Mapping[str, Any]) -> StepRow:
-    sizes = {name: int(value[name]) for name in _FIELDS}
-    times = {name: float(value[name]) for name in _TIMES}
-    for name, number in {**sizes, **times}.items():
-        if not number > 0:
-            raise ValueError(f"{name} {number} must be positive")
-    gemms = tuple((int(k), int(n)) for k, n in value["gemms"])
-    named: dict[str, Any] = {**sizes, **times}
-    return StepRow(env=dict(value["env"]), link=value["link"], gemms=gemms, **named)
+    missing = next((k for k in ("env", "link", "gemms", *_FIELDS, *_TIMES) if k not in value), None)
+    if missing is not None:
+        raise ValueError(f"column {missing!r} is missing")
+    named: dict[str, Any] = {name: _positive(name, value[name]) for name in (*_FIELDS, *_TIMES)}
+    named |= {name: int(named[name]) for name in _FIELDS}
+    named["num_ranks"] = int(_positive("num_ranks", value.get("num_ranks", 2)))
+    if named["num_ranks"] < 2:
+        raise ValueError(f"num_ranks {value['num_ranks']!r} must be at least 2")
+    try:
+        gemms = tuple((int(k), int(n)) for k, n in value["gemms"])
+    except (TypeError, ValueError):
+        raise ValueError(f"gemms {value['gemms']!r} must be pairs of sizes") from None
+    if not gemms or min(min(pair) for pair in gemms) < 1:
+        raise ValueError(f"gemms {value['gemms']!r} must be pairs of positive sizes")
+    if not isinstance(value["env"], Mapping):
+        raise ValueError(f"env {value['env']!r} must be an object of NCCL variables")
+    env = {str(k): str(v) for k, v in value["env"].items()}
+    return StepRow(env=env, link=str(value["link"]), gemms=gemms, **named)
+
+
+def _positive(name: str, value: object) -> float:
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = float("nan")
+    if not 0 < number < float("inf"):
+        unit = " us" if name.endswith("_us") else ""
+        raise ValueError(f"{name} {value!r} must be a number > 0{unit}")
+    return number
 
 
 def device_us(rows: Sequence[StepRow], device: Device, c: Mapping[str, Array]) -> Array:
@@ -177,6 +202,21 @@ def fit_host(rows: Sequence[StepRow]) -> HostFit:
         slow_share=share,
         mode_sd=float(np.hypot(sd, _MODE_SD)),
         num_rows=len(rows),
+    )
+
+
+def prior_host(calibration: Calibration) -> HostFit:
+    """Launch costs before any eager step was seen: the priors, as wide as they are."""
+    launch = calibration.constant("launch_us")
+    spread = float(np.hypot(launch.prior_sd, calibration.constant("collective_launch_us").prior_sd))
+    return HostFit(
+        launch_us=calibration["launch_us"],
+        collective_us=calibration["collective_launch_us"],
+        slow_ratio=calibration["host_slow_ratio"],
+        slow_share=calibration["host_slow_share"],
+        # launches of both kinds make up a step: neither error counts whole
+        mode_sd=float(np.hypot(0.7 * spread, _MODE_SD)),
+        num_rows=1000,
     )
 
 

@@ -47,17 +47,29 @@ def time_us(design: Design, constants: Constants) -> Array:
     def c(name: str) -> Array:
         return np.asarray(constants[PREFIX + name], dtype=np.float64)
 
-    total = np.zeros(1)
-    if design.nccl.any():
-        total = total + design.nccl * _nccl_us(design, c)
-    if (design.one_shot + design.two_shot).any():
-        total = total + (design.one_shot + design.two_shot) * _direct_us(design, c)
-    if design.gloo.any():
-        total = total + design.gloo * (
-            c("gloo_fixed_us")
-            + design.hops * c("gloo_hop_us")
-            + design.stream_bytes * _US_PER_BYTE / c("gloo_gb_per_s")
-        )
+    parts = [
+        (design.nccl > 0, _nccl_us),
+        (design.one_shot + design.two_shot > 0, _direct_us),
+        (design.gloo > 0, _gloo_us),
+    ]
+    present = [(rows, run) for rows, run in parts if rows.any()]
+    if len(present) == 1 and present[0][0].all():
+        return present[0][1](design, c)
+    # each kind by itself: a formula of one kind has no meaning for rows of another
+    times = [(rows, run(design.take(rows), c)) for rows, run in present]
+    total = np.zeros((*max((t.shape[:-1] for _, t in times), key=len), len(design)))
+    for rows, value in times:
+        total[..., rows] = value
+    return total
+
+
+def _gloo_us(design: Design, c: Lookup) -> Array:
+    """Gloo's ring over local sockets."""
+    total: Array = (
+        c("gloo_fixed_us")
+        + design.hops * c("gloo_hop_us")
+        + design.stream_bytes * _US_PER_BYTE / c("gloo_gb_per_s")
+    )
     return total
 
 

@@ -213,6 +213,29 @@ def fit_rows(
     )
 
 
+def prior_fit(specs: Sequence[ConstantSpec]) -> AllreduceFit:
+    """The priors in the form of a fit: nothing was measured yet."""
+    sd = np.array([spec.prior_log_sd for spec in specs])
+    none = np.zeros(0)
+    return AllreduceFit(
+        specs=tuple(specs),
+        result=FitResult(
+            names=tuple(spec.name for spec in specs),
+            theta=np.array([spec.prior for spec in specs]),
+            covariance=np.diag(sd**2),
+            identifiability=np.ones(len(specs)),
+            residuals=none,
+            weights=none,
+            noise_scale=1.0,
+            converged=True,
+        ),
+        graphed_log_sd=GRAPHED_LOG_SD,
+        eager_log_sd=EAGER_GPU_LOG_SD,
+        host_log_quantiles=_host_quantiles(none),
+        seen_channels={},
+    )
+
+
 def _streaming(names: Sequence[str], jacobian: Array) -> Array:
     """Share of each time that the rates set, 0 to 1, from the log-log derivatives [N, C]."""
     rates = ("channel_", "link_", "socket_gb")

@@ -37,16 +37,19 @@ class Record:
     size_bytes: int
     graphed: bool
     time_us: float
+    #: how the traffic went, as the file names it ("nvlink", "shm-pcie5"), None without
+    link: str | None = None
 
 
 def read_records(path: str | Path) -> list[Record]:
     """All rows of a CSV or JSONL file; raises ``ValueError`` naming file, line and value."""
     path = Path(path)
-    reader = _read_csv if path.suffix == ".csv" else _read_jsonl
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"all-reduce data {path}: {error.strerror}") from None
+    # by content: a table under another name is still a table
+    reader = _read_jsonl if text.lstrip().startswith("{") or path.suffix == ".jsonl" else _read_csv
     records = list(reader(path, text))
     if not records:
         raise ValueError(f"all-reduce data {path}: no rows")
@@ -126,6 +129,7 @@ def _read_jsonl(path: Path, text: str) -> Iterator[Record]:
                 size_bytes=_whole(where, "size_bytes", row.get("size_bytes"), 1),
                 graphed=graphed,
                 time_us=_time(where, key, row[key]),
+                link=None if row.get("link") is None else str(row["link"]),
             )
 
 

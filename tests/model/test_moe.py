@@ -112,8 +112,12 @@ def test_a_step_reads_cold_what_a_benchmark_finds_in_the_cache() -> None:
     ("line", "message"),
     [
         pytest.param("g,k,int7,8,8,8,2,1,balanced,1,5", "weight_dtype 'int7'", id="dtype"),
-        pytest.param("g,k,int4_wo,8,8,8,2,1,balanced,0,5", "must be positive", id="tokens"),
-        pytest.param("g,k,int4_wo,8,8,8,2,1,balanced,1,-5", "must be positive", id="time"),
+        pytest.param(
+            "g,k,int4_wo,8,8,8,2,1,balanced,0,5", "tokens '0' must be a whole", id="tokens"
+        ),
+        pytest.param(
+            "g,k,int4_wo,8,8,8,2,1,balanced,1,-5", "time_us '-5' must be a time > 0 us", id="time"
+        ),
         pytest.param("g,k,int4_wo,x,8,8,2,1,balanced,1,5", "line 2", id="no-number"),
     ],
 )

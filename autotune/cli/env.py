@@ -195,8 +195,8 @@ def _print(judgement: "Judgement", layers: int | None) -> None:
         print(f"\nall of them together: {sizes_in_words(judgement.together)}")
     for row in forward_changes(judgement, layers):
         print(
-            f"  {row['tokens']} tokens ({row['bytes']} bytes): {row['change_ms']:+.2f} ms a forward, "
-            f"{row['calls']} all-reduces"
+            f"  {row['tokens']} tokens ({row['bytes']} bytes): {row['change_ms']:+.2f} ms a "
+            f"forward, {row['calls']} all-reduces"
         )
     for offer in judgement.suggestions:
         print(f"\npredicted better: {offer.text}")

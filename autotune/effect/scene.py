@@ -36,7 +36,7 @@ def scene_of_log(
     """The scene of one logged communicator, or why there is none (one clause)."""
     version = process.version or (log.versions[0] if len(log.versions) == 1 else None)
     if version is None:
-        return "the log does not show the NCCL version"
+        return "the log does not show the NCCL version (NCCL_DEBUG_SUBSYS needs INIT)"
     try:
         release = release_for(version)
         settings = NcclSettings.from_env(process.environment)

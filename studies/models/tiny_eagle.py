@@ -155,11 +155,8 @@ def distillation_loss(
     return loss, torch.stack(agreement).detach()
 
 
-def save_head(head: EagleHead, folder: Path) -> None:
-    """Write the head in the public EAGLE-3 format (``LlamaForCausalLMEagle3``)."""
-    from safetensors.torch import save_file
-
-    c = head.c
+def public_weights(head: EagleHead) -> dict[str, torch.Tensor]:
+    """The weights themselves under the public EAGLE-3 names."""
     state = {"fc.weight": head.fc.weight, "norm.weight": head.norm.weight}
     state["lm_head.weight"] = head.head.weight
     names = {"hidden_norm": "hidden_norm", "input_layernorm": "input_norm"}
@@ -168,7 +165,26 @@ def save_head(head: EagleHead, folder: Path) -> None:
     names |= {f"mlp.{n}_proj": n for n in ("gate", "up", "down")}
     for public, own in names.items():
         state[f"midlayer.{public}.weight"] = getattr(head, own).weight
-    tensors = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in state.items()}
+    return {name: weight.detach() for name, weight in state.items()}
+
+
+def load_head(c: TinyConfig, folder: Path) -> EagleHead:
+    """The head that ``save_head`` wrote."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(str(folder / "model.safetensors"))
+    head = EagleHead(c, tensors["t2d"].nonzero()[:, 0])
+    for name, weight in public_weights(head).items():
+        weight.copy_(tensors[name])
+    return head
+
+
+def save_head(head: EagleHead, folder: Path) -> None:
+    """Write the head in the public EAGLE-3 format (``LlamaForCausalLMEagle3``)."""
+    from safetensors.torch import save_file
+
+    c = head.c
+    tensors = {k: v.to("cpu", torch.bfloat16).contiguous() for k, v in public_weights(head).items()}
     keep = head.keep_V.cpu().long()
     # offsets: target id = draft id + d2t[draft id]
     tensors["d2t"] = keep - torch.arange(len(keep))

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
-from tiny_eagle import EagleHead, distillation_loss, save_head
+from tiny_eagle import EagleHead, distillation_loss, load_head, save_head
 from tiny_export import eager_copy
 from tiny_measure import ChainCounts, chain_counts, distinct_share, generate, naive_chain_counts
 from tiny_moe import TinyMoe
@@ -36,11 +36,15 @@ def train_head(
     """Distil the target into the head, on its own continuations and on corpus windows."""
     sizes = run.sizes
     counts = sum(torch.bincount(s.flatten().long(), minlength=sizes.config.vocab_size) for s in own)
-    keep = counts.argsort(descending=True)[: sizes.draft_vocab_size].sort().values
+    if run.args.keep_head:
+        head = load_head(sizes.config, run.args.models / HEAD_FOLDER).to(run.device)
+        keep = head.keep_V
+    else:
+        keep = counts.argsort(descending=True)[: sizes.draft_vocab_size].sort().values
+        head = EagleHead(sizes.config, keep).to(run.device)
+        head.start_from(target)
     covered = float(counts[keep].sum() / counts.sum())
     run.log(f"draft vocabulary of {len(keep)} covers {100 * covered:.2f} % of generated tokens")
-    head = EagleHead(sizes.config, keep).to(run.device)
-    head.start_from(target)
     rng = np.random.default_rng(run.args.seed)
     shares = np.array([len(s) * s.shape[1] for s in own], dtype=float)
 

@@ -154,6 +154,9 @@ def main() -> None:
     parser.add_argument(
         "--keep-target", action="store_true", help="train only the head, for the target in --models"
     )
+    parser.add_argument(
+        "--keep-head", action="store_true", help="train on from the head in --models"
+    )
     parser.add_argument("--seconds-target", type=float, default=230)
     parser.add_argument("--seconds-head", type=float, default=120)
     parser.add_argument("--seconds-total", type=float, default=560, help="everything ends by then")

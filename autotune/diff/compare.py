@@ -8,8 +8,24 @@ from autotune.diff.measured import Measured, measured
 from autotune.diff.run import Run
 from autotune.diff.verdict import Verdict, judge
 from autotune.diff.worth import Model, Worth, joint, model_of, price
+from autotune.explain.terms import disagreement
+from autotune.statistics import Summary, summarise
 from model.predictor import Predictor
 from model.spec import Interval, Scalar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCheck:
+    """One side's step (or cycle) beside its prediction, ms."""
+
+    side: str
+    measured: Summary
+    predicted: Interval
+
+    @property
+    def odd(self) -> bool:
+        """Whether the measurement leaves the predicted interval."""
+        return disagreement(self.measured, self.predicted) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +41,7 @@ class Comparison:
     why_not_measured: str
     #: tokens/s of B over A predicted from all settings and the load; None without a model
     predicted: Interval | None
+    steps: tuple[StepCheck, ...]
     model: Model | None
     why_no_model: str
     verdict: Verdict
@@ -40,10 +57,12 @@ def compare(
     differing = differences(a, b)
     model, why_no_model = model_of(a, b, predictor, level, _defaults(predictor, a, b))
     worths = price(differing, model, why_no_model)
-    predicted = None
+    predicted: Interval | None = None
+    steps: tuple[StepCheck, ...] = ()
     if model is not None:
         model = replace(model, workload_b=replace(model.workload_b, concurrency=_level(model)))
         predicted, _ = joint(model)
+        steps = _steps(a, b, model, level)
     return Comparison(
         a=a,
         b=b,
@@ -53,9 +72,42 @@ def compare(
         measured=found,
         why_not_measured=why,
         predicted=predicted,
+        steps=steps,
         model=model,
         why_no_model=why_no_model,
-        verdict=judge(a, b, found, why, worths, predicted, missing),
+        verdict=judge(a, b, found, why, worths, predicted, missing, _odd(steps)),
+    )
+
+
+def _steps(a: Run, b: Run, model: Model, level: int | None) -> tuple[StepCheck, ...]:
+    found = []
+    for side, run, knobs, load in (
+        ("A", a, model.knobs_a, model.workload_a),
+        ("B", b, model.knobs_b, model.workload_b),
+    ):
+        series = run.at(level) or run.at(None)
+        if series is not None and series.cycle_ms:
+            found.append(
+                StepCheck(
+                    side=side,
+                    measured=summarise(series.cycle_ms),
+                    predicted=model.predictor.predict(knobs, load).cycle_ms,
+                )
+            )
+    return tuple(found)
+
+
+def _odd(steps: tuple[StepCheck, ...]) -> str:
+    """Which side's step is not what the model expects of its settings, one sentence or nothing."""
+    odd = [check for check in steps if check.odd]
+    if len(odd) != 1 or len(steps) != 2:
+        return ""
+    (check,) = odd
+    side = "longer" if check.measured.median > check.predicted.median else "shorter"
+    return (
+        f"The odd side is {check.side}: its step is {side} than its settings can explain, "
+        f"{check.measured.median:.3g} ms against {check.predicted.low:.3g}–"
+        f"{check.predicted.high:.3g} predicted."
     )
 
 

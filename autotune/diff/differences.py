@@ -70,7 +70,7 @@ def gaps(a: Run, b: Run) -> tuple[Gap, ...]:
     for group in GROUPS:
         left, right = a.facts.get(group, {}), b.facts.get(group, {})
         if not left and not right:
-            why = a.unknown.get(group) or b.unknown.get(group) or "not recorded"
+            why = _why(a, group)
             found.append(Gap(group=group, side="A and B", keys=(), why=why))
             continue
         for side, run, other, mine in (("A", a, right, left), ("B", b, left, right)):

@@ -32,7 +32,7 @@ def provenance_facts(provenance: Provenance) -> tuple[Facts, dict[str, str]]:
     unknown: dict[str, str] = {}
     reasons = provenance.unknown
     facts: Facts = {
-        "code": _known(commit=provenance.commit, dirty=provenance.dirty),
+        "code": _known(commit=provenance.commit and provenance.commit[:12], dirty=provenance.dirty),
         "packages": {**provenance.packages, **_known(python=provenance.python or None)},
         "driver": _known(driver=provenance.driver),
         "hardware state": _hardware(provenance),

@@ -77,7 +77,7 @@ def measured(a: Run, b: Run, concurrency: int | None) -> tuple[Measured | None, 
             b=summarise(second),
             faster=ratio,
             noise_floor=max(floors) if floors else None,
-            accept=_ratio(right.accept_length, left.accept_length),
+            accept=_accept(a, b, left, right),
             step=_ratio(left.cycle_ms, right.cycle_ms),
             terms=_terms(left, right),
             notes=(*notes, *([note] if note else [])),
@@ -142,10 +142,11 @@ def _metric(left: Series, right: Series) -> tuple[_Metric | None, str]:
                 note = "both speeds are over wall time with prefill and idle gaps in it"
             found = (left.tokens_per_s, right.tokens_per_s)
             return ("speed", "tok/s", *found, True, note), ""
-    if left.cycle_ms and right.cycle_ms:
-        return ("step time", "ms", left.cycle_ms, right.cycle_ms, False, None), ""
     if left.tpot_ms and right.tpot_ms:
         return ("time per output token", "ms", left.tpot_ms, right.tpot_ms, False, None), ""
+    if left.cycle_ms and right.cycle_ms:
+        note = "a step emits as many tokens as are accepted: step time alone is no speed"
+        return ("step time", "ms", left.cycle_ms, right.cycle_ms, False, note), ""
     if left.tokens_per_s and right.tokens_per_s:
         return None, (
             f"no metric that both took alike: A is {_DEFINITIONS[str(kinds[0])]}, B is "
@@ -177,6 +178,17 @@ def _ratio(top: Sequence[float], bottom: Sequence[float]) -> Ratio | None:
     if not top or not bottom or min(top) <= 0 or min(bottom) <= 0:
         return None
     return median_ratio(top, bottom)
+
+
+def _accept(a: Run, b: Run, left: Series, right: Series) -> Ratio | None:
+    """Accept length of B over A; plain decoding emits one token a step."""
+    lengths = []
+    for run, series in ((a, left), (b, right)):
+        off = run.knobs.get("speculation.method") == "off"
+        lengths.append(series.accept_length or ((1.0, 1.0, 1.0) if off else ()))
+    if all(set(values) == {1.0} for values in lengths):
+        return None
+    return _ratio(lengths[1], lengths[0])
 
 
 def _terms(left: Series, right: Series) -> tuple[TermChange, ...]:

@@ -10,8 +10,14 @@ from autotune.diff.compare import Comparison
 from autotune.diff.measured import Measured
 from autotune.diff.run import GROUPS, Run
 from autotune.diff.worth import Worth
-from autotune.explain.render import change, number
-from autotune.statistics import Ratio, Summary
+from autotune.explain.render import (
+    change,
+    interval_text,
+    number,
+    percent,
+    summary_text,
+)
+from autotune.statistics import Ratio
 
 _CELL = 44
 _SHOWN_PER_GROUP = 14
@@ -43,24 +49,33 @@ def _measured(found: Comparison, screen: Console) -> None:
     screen.print()
     screen.print(f"Measured ({load})", style="bold")
     table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    table.add_column("A, median\n(95 % CI, n)", justify="right")
-    table.add_column("B, median\n(95 % CI, n)", justify="right")
-    table.add_column("B against A, %\n(95 % CI)", justify="right")
-    table.add_column("predicted, %\n(90 %)", justify="right")
-    predicted = "–"
-    if found.predicted is not None:
-        p = found.predicted
-        predicted = f"{change(p.median)} ({change(p.low)}…{change(p.high)})"
-    faster = "speed" if seen.metric == "speed" else f"{seen.metric} (faster)"
+    table.add_column("", no_wrap=True)
+    table.add_column("A, median\n(95 % CI, n)", justify="right", no_wrap=True)
+    table.add_column("B, median\n(95 % CI, n)", justify="right", no_wrap=True)
+    table.add_column("B faster by, %\n(95 % CI)", justify="right", no_wrap=True)
     table.add_row(
-        f"{faster}, {seen.unit}", _summary(seen.a), _summary(seen.b), _ratio(seen.faster), predicted
+        f"{seen.metric}, {seen.unit}",
+        summary_text(seen.a),
+        summary_text(seen.b),
+        _ratio(seen.faster),
     )
     if seen.accept is not None:
-        table.add_row("  of it accept length", "", "", _ratio(seen.accept), "")
-    if seen.step is not None and seen.metric == "speed":
-        table.add_row("  of it step time", "", "", _ratio(seen.step), "")
+        table.add_row("  of it accept length", "", "", _ratio(seen.accept))
+    if seen.step is not None and seen.metric != "step time":
+        table.add_row("  of it step time", "", "", _ratio(seen.step))
     screen.print(table)
+    if found.predicted is not None:
+        p = found.predicted
+        screen.print(
+            f"Predicted from the settings and the load that are known: {percent(p.median)} "
+            f"({percent(p.low)}…{percent(p.high)}, 90 %)."
+        )
+    for check in found.steps:
+        mark = "  ≠ beyond both uncertainties" if check.odd else ""
+        screen.print(
+            f"Step time of {check.side}: measured {summary_text(check.measured)} ms, predicted "
+            f"{interval_text(check.predicted)} ms{mark}"
+        )
     if seen.noise_floor is not None:
         screen.print(f"Noise floor (A/A): {100 * seen.noise_floor:.1f} %.")
     for note in seen.notes:
@@ -161,18 +176,6 @@ def _plain(value: object) -> str:
     return "auto" if value is None else str(value)
 
 
-def _summary(summary: Summary) -> str:
-    if summary.n < 2:
-        return f"{number(summary.median)} (n=1)"
-    flags = "".join(
-        f", {name}" for name, on in (("drifts", summary.drifts), ("bimodal", summary.bimodal)) if on
-    )
-    return (
-        f"{number(summary.median)} ({number(summary.low)}–{number(summary.high)}, "
-        f"{summary.n}{flags})"
-    )
-
-
 def _ratio(ratio: Ratio) -> str:
     if ratio.num_pairs < 2:
         return f"{change(ratio.median)} (no interval)"
@@ -189,6 +192,7 @@ def to_json(found: Comparison) -> dict[str, Any]:
         "b": _run_json(found.b),
         "measured": None if found.measured is None else _finite(asdict(found.measured)),
         "why_not_measured": found.why_not_measured or None,
+        "steps": [{**_finite(asdict(check)), "odd": check.odd} for check in found.steps],
         "predicted_ratio": None if found.predicted is None else asdict(found.predicted),
         "why_no_model": found.why_no_model or None,
         "assumed": [] if found.model is None else list(found.model.assumed),

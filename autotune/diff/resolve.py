@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from autotune.diff.differences import TREE
 from autotune.diff.facts import (
     Facts,
     health_facts,
@@ -84,7 +85,7 @@ class Resolver:
             "workload": "an exported YAML does not hold it",
         }
         if evidence.get("commit"):
-            facts["code"] = {"commit": str(evidence["commit"])}
+            facts["code"] = {"commit": str(evidence["commit"])[:12]}
         if data.get("machine_fingerprint"):
             facts["hardware state"] = {"machine_fingerprint": str(data["machine_fingerprint"])}
         series = [
@@ -240,8 +241,11 @@ def _foreign(run: ForeignRun) -> Run:
     ]
     server = "SGLang" if "SGLang" in run.format else "vLLM"
     configuration = {"server": server}
-    configuration |= {k: _text(v) for k, v in run.knobs.items()}
-    configuration |= {f"{server} {k}": _text(v) for k, v in run.args.items()}
+    knobs = _canonical(run.knobs)
+    configuration |= {k: _text(v) for k, v in knobs.items()}
+    configuration |= {
+        f"{server} {k}": _text(v) for k, v in run.args.items() if not _told_by_knobs(k, knobs)
+    }
     configuration |= {f"{server}: {k}": v for k, v in run.effective.items()}
     if run.model is not None:
         configuration["target model"] = run.model
@@ -268,11 +272,45 @@ def _foreign(run: ForeignRun) -> Run:
         facts=facts,
         unknown=unknown,
         series=tuple(series),
-        knobs=_typed(run.knobs),
+        knobs=knobs,
         workload=_typed({k: v for k, v in run.workload.items() if k != "concurrency"}),
         nccl_environment={k: v for k, v in run.environment.items() if k.startswith("NCCL_")},
         notes=tuple(notes),
     )
+
+
+#: argument of a server -> the knob that says the same
+_SAME: Mapping[str, str] = {
+    "tp_size": "parallel.tp",
+    "tensor_parallel_size": "parallel.tp",
+    "speculative_algorithm": "speculation.method",
+    "speculative_num_steps": "speculation.method",
+    "speculative_eagle_topk": "speculation.method",
+    "speculative_num_draft_tokens": "speculation.method",
+    "speculative_draft_model_path": "speculation.method",
+    "speculative_config": "speculation.method",
+}
+#: arguments that say whether the main forward is captured
+_GRAPHS = ("disable_cuda_graph", "enforce_eager")
+
+
+def _told_by_knobs(argument: str, knobs: Mapping[str, object]) -> bool:
+    if argument in _GRAPHS:
+        return "cuda_graph.verify" in knobs or "cuda_graph.decode" in knobs
+    return _SAME.get(argument) in knobs
+
+
+def _canonical(knobs: Mapping[str, Any]) -> dict[str, Scalar | None]:
+    """Without phases that plain decoding does not have, and with its empty tree."""
+    values = _typed(knobs)
+    if values.get("speculation.method") == "off":
+        for phase in ("draft", "verify", "extend"):
+            values.pop(f"cuda_graph.{phase}", None)
+        values |= dict.fromkeys(TREE[1:], 0)
+    elif values.get("speculation.method") == "eagle3":
+        # a speculative server captures no plain decode step
+        values.pop("cuda_graph.decode", None)
+    return values
 
 
 def _typed(values: Mapping[str, Any]) -> dict[str, Scalar | None]:

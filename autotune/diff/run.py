@@ -83,6 +83,9 @@ class Run:
 
     def full_knobs(self, rest: Mapping[str, Scalar | None]) -> Knobs | None:
         """Its knobs with what it does not tell taken from ``rest``; None when impossible."""
+        if self.knobs.get("speculation.steps") and "speculation.method" not in self.knobs:
+            # it speculates, with a method that nobody named
+            return None
         values = {**rest, **self.knobs}
         if not values.get("speculation.method"):
             return None

@@ -15,6 +15,7 @@ Kind = Literal[
     "within noise",
     "two modes of one configuration",
     "explained",
+    "possibly explained",
     "partly explained",
     "not explained by what the model can price",
     "not explained by anything recorded",
@@ -48,8 +49,9 @@ def judge(
     worths: Sequence[Worth],
     together: Interval | None,
     missing: Sequence[Gap],
+    odd: str = "",
 ) -> Verdict:
-    """The verdict on two runs."""
+    """The verdict on two runs. ``odd``: the side whose step the model does not expect."""
     if found is None:
         return Verdict(
             kind="not comparable",
@@ -71,12 +73,12 @@ def judge(
         if explained is not None:
             return Verdict(
                 kind=explained[0],
-                text=f"{start} {explained[1]}",
+                text=_join(start, explained[1], odd),
                 record_next=(lone, *_next(a, b, missing)),
             )
         return Verdict(
             kind=_unexplained_kind(worths),
-            text=f"{start} {_unexplained(worths, together)}",
+            text=_join(start, _unexplained(worths, together), odd),
             record_next=(lone, *_next(a, b, missing)),
         )
     if ratio.low <= 1 + floor and ratio.high >= 1 - floor:
@@ -95,12 +97,16 @@ def judge(
     if explained is not None:
         kind, text = explained
         more = () if kind == "explained" else _next(a, b, missing)
-        return Verdict(kind=kind, text=f"{size}. {text}", record_next=more)
+        return Verdict(kind=kind, text=_join(f"{size}.", text, odd), record_next=more)
     return Verdict(
         kind=_unexplained_kind(worths),
-        text=f"{size}. {_unexplained(worths, together)}",
+        text=_join(f"{size}.", _unexplained(worths, together), odd),
         record_next=_next(a, b, missing),
     )
+
+
+def _join(*sentences: str) -> str:
+    return " ".join(sentence for sentence in sentences if sentence)
 
 
 def _within(found: Measured, floor: float) -> Verdict:
@@ -162,34 +168,40 @@ def _explained(
     priced = [w for w in worths if w.ratio is not None and w.kind in ("predicted", "at most")]
     if not priced:
         return None
-    bounds = [w for w in priced if w.kind == "at most"]
-    total = _total(priced, bounds, together)
-    seen = math.log(median)
-    expected = math.log(total.median)
-    if abs(expected) < _SMALL and not bounds:
-        return None
-    overlap = math.log(max(low, 1e-9)) <= math.log(total.high) and math.log(high) >= math.log(
-        max(total.low, 1e-9)
-    )
-    same_way = seen * expected > 0
-    names = _reasons(priced, seen)
-    if not same_way or not names:
-        return None
+    total = _total(priced, together)
+    seen, expected = math.log(median), math.log(total.median)
+    reach = (math.log(max(total.low, 1e-9)), math.log(total.high))
+    overlap = math.log(max(low, 1e-9)) <= reach[1] and math.log(high) >= reach[0]
     predicted = f"{_change(total.median)} ({_change(total.low)}…{_change(total.high)})"
     others = [w.title for w in worths if w.kind == "unknown"]
     rest = f" Of unknown worth besides: {_some(others)}." if others else ""
-    if overlap and abs(expected) > 0.3 * abs(seen):
-        return "explained", f"Explained by {names}: predicted {predicted} together.{rest}"
-    if abs(expected) > 0.15 * abs(seen):
-        left = math.exp(seen - expected)
+    same_way = seen * expected > 0 and abs(expected) >= _SMALL
+    sure = reach[0] > 0 or reach[1] < 0
+    names = _reasons(priced, seen)
+    if same_way and sure and names:
+        if overlap and abs(expected) > 0.3 * abs(seen):
+            return "explained", f"Explained by {names}: predicted {predicted} together.{rest}"
+        if abs(expected) > 0.15 * abs(seen):
+            left = math.exp(seen - expected)
+            text = f"Partly explained by {names}: predicted {predicted}; {_change(left)} is left."
+            return "partly explained", text + rest
+    able = [w.title for w in priced if w.ratio is not None and _reaches(w.ratio, seen)]
+    if overlap and not sure and able:
         return (
-            "partly explained",
-            f"Partly explained by {names}: predicted {predicted}; {_change(left)} is left.{rest}",
+            "possibly explained",
+            f"Possibly explained by {_some(able)}: predicted {predicted} together, too uncertain "
+            f"to prove it (a calibration on this host narrows it).{rest}",
         )
     return None
 
 
-def _total(priced: Sequence[Worth], bounds: Sequence[Worth], together: Interval | None) -> Interval:
+def _reaches(ratio: Interval, seen: float) -> bool:
+    """Whether a predicted interval reaches half of what is seen."""
+    edge = math.log(max(ratio.low, 1e-9)) if seen < 0 else math.log(ratio.high)
+    return edge * seen > 0 and abs(edge) >= 0.5 * abs(seen)
+
+
+def _total(priced: Sequence[Worth], together: Interval | None) -> Interval:
     """All priced differences together; bounds and NCCL variables multiply."""
     settings = together or Interval(1.0, 1.0, 1.0)
     logs = [math.log(settings.median), math.log(settings.low), math.log(settings.high)]

@@ -17,6 +17,7 @@ from autotune.explain.gain import gains, step_ratio
 from model.collectives import CollectiveKey, Route
 from model.many import DELTA, probes
 from model.nccl.settings import NcclSettings
+from model.observations import AcceptLength
 from model.predictor import Predictor
 from model.spec import KNOB_FIELDS, Interval, Knobs, Scalar, Workload
 
@@ -63,8 +64,12 @@ class Model:
 def price(found: Sequence[Difference], model: Model | None, why_none: str) -> tuple[Worth, ...]:
     """The worth of each difference; ``why_none``: why there is no model."""
     worths: list[Worth] = []
-    tree = tuple(d for d in found if d.key in TREE)
-    rest = [d for d in found if d.key not in TREE]
+    # turning speculation on or off brings or takes the phases, and the graphs, that go with it
+    switched = any(d.key == "speculation.method" for d in found)
+    tree = tuple(
+        d for d in found if d.key in TREE or (switched and d.key.startswith("cuda_graph."))
+    )
+    rest = [d for d in found if d not in tree]
     if tree:
         worths.append(_settings(tree, model, why_none))
     for difference in rest:
@@ -273,7 +278,8 @@ def model_of(
 ) -> tuple[Model | None, str]:
     """The model of two runs, or why there is none. ``defaults``: knobs that neither side tells."""
     source = a.context or b.context
-    predictor = predictor or (None if source is None else source.predictor)
+    # a study's own model knows its host best
+    predictor = predictor if source is None else source.predictor
     if predictor is None:
         return None, "no model: give --machine and --target"
     knobs_a = a.full_knobs({**defaults, **b.knobs, **a.knobs})
@@ -289,18 +295,9 @@ def model_of(
             problem = "no draft model is known"
         if problem is not None:
             return None, f"the model can't run {side}: {problem}"
-    told = set(a.knobs) & set(b.knobs)
-    assumed = tuple(
-        name
-        for name in (
-            "parallel.tp",
-            *TREE,
-            "collectives.backend",
-            "cuda_graph.verify",
-            "cuda_graph.decode",
-        )
-        if name not in told
-    )
+    assumed = _assumed(a, knobs_a) | _assumed(b, knobs_b)
+    if source is None:
+        predictor = _with_lengths(predictor, ((a, knobs_a), (b, knobs_b)), concurrency)
     loads = [_workload(run, other, concurrency) for run, other in ((a, b), (b, a))]
     return (
         Model(
@@ -309,10 +306,45 @@ def model_of(
             knobs_b=knobs_b,
             workload_a=loads[0],
             workload_b=loads[1],
-            assumed=assumed,
+            assumed=tuple(sorted(assumed)),
         ),
         "",
     )
+
+
+def _assumed(run: Run, knobs: Knobs) -> set[str]:
+    """Settings that matter to these knobs and that their run does not tell."""
+    speculative = knobs.method != "off"
+    names = {"parallel.tp", "speculation.method"}
+    names |= {"cuda_graph.verify", *TREE} if speculative else {"cuda_graph.decode"}
+    if knobs.tp > 1:
+        names.add("collectives.backend")
+    return {name for name in names if name not in run.knobs}
+
+
+def _with_lengths(
+    predictor: Predictor, sides: Sequence[tuple[Run, Knobs]], concurrency: int | None
+) -> Predictor:
+    """The model with the accept lengths that foreign runs measured: only step times are open."""
+    seen = []
+    for run, knobs in sides:
+        series = run.at(concurrency) or (run.series[0] if run.series else None)
+        if knobs.method == "off" or series is None or not series.accept_length:
+            continue
+        length = float(np.median(series.accept_length))
+        if 1.0 < length < knobs.steps + 1:
+            seen.append(
+                AcceptLength(
+                    steps=knobs.steps,
+                    topk=knobs.topk,
+                    draft_tokens=knobs.draft_tokens,
+                    accept_length=length,
+                    rel_sd=0.02,
+                )
+            )
+    if not seen:
+        return predictor
+    return replace(predictor, acceptance=predictor.acceptance.update(seen))
 
 
 def _workload(run: Run, other: Run, concurrency: int | None) -> Workload:

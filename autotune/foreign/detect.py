@@ -1,5 +1,6 @@
 """Tells by its content what a file is, and reads it."""
 
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,6 +13,9 @@ from autotune.foreign.run import ForeignRun
 _SNIFFED = 4000
 #: a benchmark result with details of every request stays below this
 _MAX_JSON_BYTES = 512 * 2**20
+
+#: an object or a list of them; a log line in brackets begins with its date
+_JSON = re.compile(r"\s*(\{|\[\s*[\[{\]])")
 
 KNOWN = (
     "a SGLang or vLLM server log, /metrics text of either, sglang.bench_serving JSONL, "
@@ -28,7 +32,7 @@ def read_foreign(path: Path, line: int | None = None) -> ForeignRun:
     label = str(path)
     if not text.strip():
         raise UserError(f"{path} is empty; give {KNOWN}")
-    if text.lstrip()[:1] in "{[":
+    if _JSON.match(text):
         return _bench(path, line)
     if line is not None:
         raise UserError(f"{path}#{line}: a line can be picked from JSONL only")

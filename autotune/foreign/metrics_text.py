@@ -84,10 +84,15 @@ def _vllm(table: Table, path: str, count: int) -> ForeignRun:
     per_depth = _by_position(table, "vllm:spec_decode_num_accepted_tokens_per_pos_total")
     proposed = _total(table, "vllm:spec_decode_num_draft_tokens_total")
     knobs: dict[str, Any] = {}
-    if drafts and proposed:
-        steps = round(proposed / drafts)
-        if steps >= 1:
-            knobs = {"speculation.steps": steps, "speculation.topk": 1}
+    effective = {}
+    if "vllm:spec_decode_num_drafts_total" in table:
+        effective["speculation"] = "on"
+        if drafts and proposed:
+            knobs = {"speculation.steps": round(proposed / drafts), "speculation.topk": 1}
+    elif requests:
+        # the counters exist from the start where speculation is on
+        effective["speculation"] = "off"
+        knobs = {"speculation.method": "off"}
     notes = ["counters since the server started: warm-up and every load level are in them"]
     sample = Sample(
         tpot_ms=None if tpot is None else 1e3 * tpot,
@@ -108,6 +113,7 @@ def _vllm(table: Table, path: str, count: int) -> ForeignRun:
         model=_label(table, "model_name"),
         args=config,
         knobs=knobs,
+        effective=effective,
         packages={"python": python["version"]} if "version" in python else {},
         workload=_lengths(
             _total(table, "vllm:request_prompt_tokens_sum"),

@@ -27,6 +27,8 @@ def sglang_knobs(args: Args) -> dict[str, Any]:
         spec = knobs.get("speculation.method") == "eagle3"
         knobs["cuda_graph.decode"] = graphs
         knobs["cuda_graph.verify"] = graphs and spec
+        if not graphs:
+            knobs |= {"cuda_graph.draft": False, "cuda_graph.extend": False}
     return knobs
 
 
@@ -68,4 +70,6 @@ def vllm_knobs(args: Args) -> dict[str, Any]:
         on = knobs.get("speculation.method") == "eagle3"
         knobs["cuda_graph.decode"] = captured
         knobs["cuda_graph.verify"] = captured and on
+        if not captured:
+            knobs |= {"cuda_graph.draft": False, "cuda_graph.extend": False}
     return knobs

@@ -152,10 +152,8 @@ class _Reader:
         if seen:
             term = "verify" if spec else "decode"
             off = sum(s.cuda_graph is False for s in self.samples)
-            self.effective[f"{term} runs in a CUDA graph"] = (
-                "True" if seen == {True} else "False" if seen == {False} else "mixed"
-            )
             if seen == {True, False}:
+                self.effective[f"{term} runs in a CUDA graph"] = "sometimes"
                 notes.append(f"{off} of {len(self.samples)} decode lines ran without a CUDA graph")
             if len(seen) == 1:
                 # the log line tells what ran, the argument only what was allowed

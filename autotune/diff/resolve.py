@@ -2,8 +2,11 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from sqlalchemy import select
 
 from autotune.diff.differences import TREE
 from autotune.diff.facts import (
@@ -19,7 +22,9 @@ from autotune.explain.config_subject import best_study_name, launch_knobs
 from autotune.explain.subject import Repeat, StudyContext, open_study, repeats_of
 from autotune.foreign.detect import read_foreign
 from autotune.foreign.run import ForeignRun, Sample
+from autotune.records import Health
 from autotune.store.store import Store
+from autotune.store.tables import MeasurementRow
 from autotune.store.views import TrialView
 from autotune.yaml_source import read_yaml
 from model.spec import Scalar
@@ -127,8 +132,6 @@ class Resolver:
 
 
 def _relabelled(run: Run, label: str, kind: str) -> Run:
-    from dataclasses import replace
-
     return replace(run, label=label, kind=kind)
 
 
@@ -185,11 +188,6 @@ def trial_run(context: StudyContext, trial: TrialView) -> Run:
 
 def _health(context: StudyContext, trial: TrialView) -> dict[str, str]:
     """Health during the trial's repeats, in place of that at its start."""
-    from sqlalchemy import select
-
-    from autotune.records import Health
-    from autotune.store.tables import MeasurementRow
-
     query = (
         select(MeasurementRow.record)
         .where(MeasurementRow.trial_id == trial.id, MeasurementRow.repeat >= 0)

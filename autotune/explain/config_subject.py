@@ -1,6 +1,7 @@
 """Subjects of files: a study file, a best-config YAML or a launch config (prediction only)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def launch_subjects(
                 workload=workload,
                 predictor=predictor,
                 prior=prior,
+                notes=() if context is None else context.notes,
             )
         )
     return found
@@ -187,7 +189,7 @@ def _machine(data: Any, engine: dict[str, Any], machine_file: str | None, path: 
     folder = Path(__file__).parents[2] / "studies" / "machines"
     for file in sorted(folder.glob("*.yaml")):
         machine = load_machine(file)
-        if wanted is not None and machine.fingerprint == wanted:
+        if wanted is not None and machine.is_named_by(str(wanted)):
             return machine
     if engine.get("device") == "cpu":
         return cpu_machine()
@@ -218,6 +220,4 @@ def _levels(levels: Mapping[int, object], asked: int | None, where: str) -> list
 
 
 def _at_level(workload: Workload, level: int) -> Workload:
-    from dataclasses import replace
-
     return replace(workload, concurrency=level)

@@ -66,7 +66,7 @@ def importances(
             found.append(_without(name, "cannot matter", values, inert[name]))
         elif name not in effects:
             reason = (
-                f"{len(usable)} knobs measured; {_MIN_KNOBS} are needed"
+                f"{len(usable)} knobs measured, {_MIN_KNOBS} needed"
                 if len(usable) < _MIN_KNOBS
                 else "measured with one value only"
             )

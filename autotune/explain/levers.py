@@ -306,6 +306,11 @@ def _hint(row: TermRow) -> str:
     """What a measured term far from its bound points to (reports in the servers reference, D)."""
     far = row.of_light is not None and row.of_light < 0.10 and row.measured is not None
     _, _, part = row.name.partition(".")
+    if part == "allreduce" and row.disagreement is not None:
+        return (
+            "far above its prediction: ranks wait for one another (uneven load, busy cores, a slow "
+            "peer), or the traffic takes another path than the machine file says"
+        )
     if not far:
         return ""
     return {

@@ -135,7 +135,7 @@ def nccl_bound(
         num_inert=times.counts[times.own],
         saved_share=share,
         measured_ms=measured_ms,
-        why=_why(predictor, workload, plans, times.knobs[times.best]),
+        why=_why(predictor, workload, plans, times.knobs[times.best], knobs),
     )
 
 
@@ -222,15 +222,18 @@ def _why(
     workload: Workload,
     plans: Sequence[SizePlan],
     best: Knobs,
+    own: Knobs,
 ) -> str:
     if not plans:
         return "NCCL's choice under these settings is not known"
     first = plans[0]
     now = f"at {kib(first.size_bytes)} NCCL runs {first.text()}"
-    better = message_plans(predictor, best, workload)
-    if not better or better[0].text() == first.text():
+    if best.id == own.id:
         return f"{now}; no setting gives a faster all-reduce at this size"
+    better = message_plans(predictor, best, workload)
     changed = settings_text(best)
+    if not better or better[0].text() == first.text():
+        return f"{now}; the fastest is the same over faster paths ({changed})"
     return f"{now}; the fastest that settings can reach is {better[0].text()} ({changed})"
 
 

@@ -245,8 +245,11 @@ def _inert(explanation: Explanation, screen: Console) -> None:
     if not rest:
         return
     _heading(screen, "Knobs that cannot matter here")
+    by_reason: dict[str, list[str]] = {}
     for item in rest:
-        screen.print(f"  {item.knob}: {item.reason}")
+        by_reason.setdefault(item.reason, []).append(item.knob)
+    for reason, knobs in by_reason.items():
+        screen.print(f"  {', '.join(knobs)}: {reason}")
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:

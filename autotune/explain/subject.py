@@ -1,6 +1,7 @@
 """What is explained: knobs at a workload, the model of its study, and its measurements if any."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from model.observations import AcceptanceCounts
 from model.predictor import Predictor
 from model.spec import Knobs, Prediction, Workload
 
+#: a constant this far from its prior is doing something else's work
+_STRAINED_SD = 4.0
 #: different trees whose counts teach the acceptance model (the most verified ones)
 _MAX_TREES = 12
 
@@ -53,6 +56,8 @@ class StudyContext:
     predictor: Predictor
     #: what the acceptance model believed before any count
     prior: AcceptanceModel
+    #: what a reader of the predictions must know of the calibration
+    notes: tuple[str, ...] = ()
 
     def trial(self, what: str) -> TrialView:
         """The trial of a number or of a knobs id. Raises ``UserError`` naming those there are."""
@@ -110,15 +115,22 @@ def open_study(store: Store, name: str | None) -> StudyContext:
     target = target_shape(study)
     prior = AcceptanceModel.prior()
     trials = tuple(store.trials(view.id))
+    calibration, calibration_notes = _calibration(store, view.id, machine)
     predictor = Predictor(
         target,
         draft_shape(study, target),
         machine,
-        _newest_calibration(store, view.id) or default_calibration(machine),
+        calibration,
         prior.update(_counts(store, view.id, trials)),
     )
     return StudyContext(
-        store=store, view=view, study=study, trials=trials, predictor=predictor, prior=prior
+        store=store,
+        view=view,
+        study=study,
+        trials=trials,
+        predictor=predictor,
+        prior=prior,
+        notes=calibration_notes,
     )
 
 
@@ -162,7 +174,10 @@ def stored_predictions(store: Store, trial: TrialView) -> dict[int, Prediction]:
     return found
 
 
-def _newest_calibration(store: Store, study_id: int) -> Calibration | None:
+def _calibration(
+    store: Store, study_id: int, machine: Machine
+) -> tuple[Calibration, tuple[str, ...]]:
+    """The newest calibration of a study (else the priors), and what to know of it."""
     query = (
         select(CalibrationRow.record)
         .where(CalibrationRow.study_id == study_id)
@@ -171,13 +186,33 @@ def _newest_calibration(store: Store, study_id: int) -> Calibration | None:
     )
     with store.reading() as session:
         record = session.scalar(query)
+    default = default_calibration(machine)
     if record is None:
-        return None
+        return default, ("nothing was calibrated yet: predictions use the machine's priors",)
     try:
-        return Calibration.from_dict(record)
+        found = Calibration.from_dict(record)
     except ValueError:
-        # written by another version of the model: its constants mean nothing here
-        return None
+        found = None
+    if found is None or found.names != default.names:
+        # its constants mean nothing to this model
+        return default, (
+            "the stored calibration is of another version of the model: predictions use priors",
+        )
+    return found, tuple(_strained(found))
+
+
+def _strained(calibration: Calibration) -> Iterator[str]:
+    """Constants that the fit moved far beyond their prior: something is missing in the model."""
+    for constant in calibration.constants:
+        if constant.scale != "log" or constant.value <= 0 or constant.prior <= 0:
+            continue
+        moved = abs(math.log(constant.value / constant.prior)) / constant.prior_sd
+        if moved > _STRAINED_SD:
+            yield (
+                f"calibration moved {constant.name} from {constant.prior:.3g} to "
+                f"{constant.value:.3g} {constant.unit}, {moved:.0f} prior sd away: it stands in "
+                f"for something that the model lacks; distrust predictions that change it"
+            )
 
 
 def _counts(store: Store, study_id: int, trials: Sequence[TrialView]) -> list[AcceptanceCounts]:
@@ -283,7 +318,7 @@ def trial_subject(context: StudyContext, trial: TrialView, concurrency: int | No
     if level not in context.view.workloads:
         known = ", ".join(map(str, sorted(context.view.workloads)))
         raise UserError(f"study {context.view.name} has no concurrency {level}; it has {known}")
-    notes = []
+    notes = list(context.notes)
     if trial.state == "failed":
         notes.append(f"trial {trial.number} failed ({trial.failure_kind}): see `study status`")
     base = context.baseline

@@ -21,6 +21,8 @@ Outcome = Literal["inert", "helps", "harms", "unclear", "fails"]
 NEGLIGIBLE = 0.02
 #: sizes judged where nobody names any: 1 token of a small model to 64 of a large one, and prefill
 DEFAULT_SIZES = (8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576, 4194304)
+#: NCCL's default NCCL_BUFFSIZE
+_BUFFSIZE = 4 << 20
 _DRAWS = 64
 _SEED = 1
 
@@ -169,7 +171,12 @@ def _same(a: Choice | str, b: Choice | str, ours: NcclSettings, other: NcclSetti
     if (a.algo, a.proto, a.channels, a.threads) != (b.algo, b.proto, b.channels, b.threads):
         return False
     # the buffer size reaches the Simple protocol only
-    return a.proto != "Simple" or ours.buffsize_bytes == other.buffsize_bytes
+    if a.proto != "Simple":
+        return True
+    ours_bytes, other_bytes = (
+        _BUFFSIZE if s.buffsize_bytes is None else s.buffsize_bytes for s in (ours, other)
+    )
+    return ours_bytes == other_bytes
 
 
 def _effect(

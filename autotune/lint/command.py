@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.lint.flags import SGLANG_ALIASES, VLLM_ALIASES, Resolved, sglang_option
+from autotune.lint.flags import SGLANG_ALIASES, VLLM_ALIASES, Resolved, resolve_option
 from autotune.lint.versions import Version
 
 ENGINES = ("sglang", "vllm", "engine")
@@ -53,6 +53,8 @@ class Command:
     odd: tuple[Resolved, ...] = ()
     #: JSON-valued options (speculative-config, compilation-config), dotted forms merged in
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    #: printed by a server: every argument is there, defaults included, and all names are its own
+    printed: bool = False
     #: JSON-valued option -> why it is no JSON object
     bad_json: Mapping[str, str] = field(default_factory=dict)
 
@@ -203,20 +205,23 @@ def _program(engine: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def _canonical(engine: str, written: str, version: Version | None) -> tuple[str, Resolved | None]:
     """Canonical name, and how it resolved where that needs a word."""
+    if engine == "engine":
+        return written, None
+    base, dot, key = written.partition(".") if engine == "vllm" else (written, "", "")
+    aliases = SGLANG_ALIASES
     if engine == "vllm":
-        base, dot, key = written.partition(".")
         if re.fullmatch(r"-O\d", base):
             return "--compilation-config.mode", None
-        base = VLLM_ALIASES.get(base, base)
+        aliases = VLLM_ALIASES
+        base = aliases.get(base, base)
         if base.startswith("--"):
             base = base.replace("_", "-")
+    if not base.startswith("--"):
         return base + dot + key, None
-    if engine == "sglang" and written.startswith("--"):
-        resolved = sglang_option(written, version)
-        if resolved.status == "known":
-            return resolved.name, None
-        return SGLANG_ALIASES.get(written, written), resolved
-    return written, None
+    resolved = resolve_option(engine, base, version)
+    if resolved.status == "known":
+        return resolved.name + dot + key, None
+    return aliases.get(base, base) + dot + key, resolved
 
 
 def _merge(config: dict[str, Any], key: str, text: str) -> str | None:

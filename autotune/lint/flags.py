@@ -1,7 +1,7 @@
 """Which options a server version knows: names, renames, removals.
 
-SGLang's names are those of seven wheels (data/sglang_flags.json), so an unknown name is known to be
-unknown. Of vLLM only the options that were renamed or removed are listed.
+Names come from the servers' own wheels (data/*_flags.json), so an unknown name is known to be
+unknown. Between two wheels that were read, a name counts as known when either of them has it.
 """
 
 import json
@@ -61,32 +61,21 @@ VLLM_ALIASES = {
     "-q": "--quantization",
 }
 _SPEC = "--speculative-config '{…}'"
-#: vLLM option -> (a version by which it is gone, what took its place)
-VLLM_REMOVED = {
-    "--speculative-model": ("0.16", f'{_SPEC} with "model"'),
-    "--num-speculative-tokens": ("0.16", f'{_SPEC} with "num_speculative_tokens"'),
-    "--speculative-draft-tensor-parallel-size": (
-        "0.9",
-        f'{_SPEC} with "draft_tensor_parallel_size"',
-    ),
-    "--speculative-disable-by-batch-size": ("0.16", ""),
-    "--ngram-prompt-lookup-max": ("0.16", f'{_SPEC} with "prompt_lookup_max"'),
-    "--ngram-prompt-lookup-min": ("0.16", f'{_SPEC} with "prompt_lookup_min"'),
-    "--spec-decoding-acceptance-method": ("0.16", f'{_SPEC} with "rejection_sample_method"'),
-    "--num-scheduler-steps": ("0.16", ""),
-    "--max-seq-len-to-capture": ("0.16", "--max-cudagraph-capture-size (in tokens)"),
-}
-#: vLLM speculative_config key -> (newest version known to lack it yet, a version by which it is
-#: gone); None where there is none
-VLLM_SPEC_KEYS: dict[str, tuple[str | None, str | None]] = {
-    "speculative_token_tree": (None, "0.32"),
-    "disable_by_batch_size": (None, "0.32"),
-    "num_speculative_tokens_per_batch_size": ("0.16", None),
-    "synthetic_acceptance_length": ("0.16", None),
-    "synthetic_acceptance_rates": ("0.16", None),
-    "draft_sample_method": ("0.16", None),
-    "use_local_argmax_reduction": ("0.16", None),
-    "attention_backend": ("0.16", None),
+#: options gone before the oldest vLLM wheel that was read -> what took their place, "" for nothing
+VLLM_SUCCESSORS = {
+    "--speculative-model": f'{_SPEC} with "model"',
+    "--num-speculative-tokens": f'{_SPEC} with "num_speculative_tokens"',
+    "--speculative-draft-tensor-parallel-size": f'{_SPEC} with "draft_tensor_parallel_size"',
+    "--speculative-disable-by-batch-size": "",
+    "--ngram-prompt-lookup-max": f'{_SPEC} with "prompt_lookup_max"',
+    "--ngram-prompt-lookup-min": f'{_SPEC} with "prompt_lookup_min"',
+    "--spec-decoding-acceptance-method": f'{_SPEC} with "rejection_sample_method"',
+    "--num-scheduler-steps": "",
+    "--use-v2-block-manager": "",
+    "--max-seq-len-to-capture": "--max-cudagraph-capture-size (in tokens)",
+    "--cuda-graph-sizes": "--cudagraph-capture-sizes (in tokens)",
+    "--guided-decoding-backend": "--structured-outputs-config",
+    "--disable-log-requests": "--no-enable-log-requests",
 }
 
 Status = Literal["known", "ambiguous", "removed", "not_yet", "unknown"]
@@ -104,44 +93,73 @@ class Resolved:
     version: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class NameTable:
+    """Names by version: name -> (first, last) index into the sampled versions."""
+
+    versions: tuple[str, ...]
+    names: dict[str, tuple[int, int]]
+
+    def window(self, version: Version | None) -> tuple[int, int] | None:
+        """Indices of the samples around ``version``; None if it is older than all or unknown."""
+        if version is None:
+            return None
+        sampled = [parse_version(text) for text in self.versions]
+        older = [i for i, one in enumerate(sampled) if one <= version]
+        if not older:
+            return None
+        exact = sampled[older[-1]] == version
+        return older[-1], older[-1] if exact else min(older[-1] + 1, len(sampled) - 1)
+
+    def knows(self, name: str, version: Version | None) -> bool:
+        """Whether ``version`` has the name; for no version, or one before all samples, any has."""
+        if name not in self.names:
+            return False
+        window = self.window(version)
+        first, last = self.names[name]
+        return window is None or (first <= window[1] and last >= window[0])
+
+
 @cache
-def _sglang_table() -> tuple[tuple[str, ...], dict[str, tuple[int, int]]]:
-    values = json.loads((Path(__file__).parent / "data" / "sglang_flags.json").read_text())
-    table = {name: (first, last) for name, (first, last) in values["flags"].items()}
-    return tuple(values["versions"]), table
+def name_table(engine: str, section: str = "flags") -> NameTable:
+    """Names of an engine's options ("flags") or of the keys of one of its JSON options."""
+    path = Path(__file__).parent / "data" / f"{engine}_flags.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    names = {name: (first, last) for name, (first, last) in values[section].items()}
+    return NameTable(tuple(values["versions"]), names)
 
 
-def sglang_option(name: str, version: Version | None) -> Resolved:
-    """As SGLang's argparse resolves an option: exact, alias, unique prefix, or an error.
-
-    Between two sampled versions the earlier one counts. Without a version a name is unknown only
-    if no version knew it.
-    """
-    versions, table = _sglang_table()
-    index = None
-    if version is not None:
-        older = [i for i, text in enumerate(versions) if parse_version(text) <= version]
-        index = older[-1] if older else 0
-
-    def known(flag: str) -> bool:
-        first, last = table[flag]
-        return index is None or first <= index <= last
-
-    if name in table and known(name):
-        return Resolved("known", SGLANG_ALIASES.get(name, name))
-    candidates = tuple(flag for flag in table if flag.startswith(name) and known(flag))
-    if len(candidates) == 1:
-        return Resolved("known", SGLANG_ALIASES.get(candidates[0], candidates[0]))
-    if name in table:
-        first, last = table[name]
-        assert index is not None
-        successor = SGLANG_SUCCESSORS.get(name, "")
-        if index > last:
-            return Resolved("removed", name, (successor,) if successor else candidates,
-                            versions[last])  # fmt: skip
-        return Resolved("not_yet", name, version=versions[first])
+def resolve_option(engine: str, name: str, version: Version | None) -> Resolved:
+    """As the server's argparse resolves an option: exact, alias, unique prefix, or an error."""
+    table = name_table(engine)
+    aliases = SGLANG_ALIASES if engine == "sglang" else VLLM_ALIASES
+    successors = SGLANG_SUCCESSORS if engine == "sglang" else VLLM_SUCCESSORS
+    # vLLM's switches have a negative form each
+    plain = name.replace("--no-", "--", 1) if engine == "vllm" else name
+    if table.knows(name, version) or table.knows(plain, version):
+        return Resolved("known", aliases.get(name, name))
+    candidates = tuple(
+        flag for flag in table.names if flag.startswith(name) and table.knows(flag, version)
+    )
+    if len(candidates) == 1 and name.startswith("--"):
+        return Resolved("known", aliases.get(candidates[0], candidates[0]))
+    window = table.window(version)
+    successor = (successors[name],) if successors.get(name) else ()
+    if name in table.names:
+        first, last = table.names[name]
+        assert window is not None
+        if window[0] > last:
+            return Resolved("removed", name, successor or candidates, table.versions[last])
+        return Resolved("not_yet", name, version=table.versions[first])
+    if name in successors:
+        if version is not None and window is None:
+            return Resolved("known", name)
+        return Resolved("removed", name, successor, f"a version before {table.versions[0]}")
     if candidates:
-        whole = {SGLANG_ALIASES.get(flag, flag) for flag in candidates}
+        whole = {aliases.get(flag, flag) for flag in candidates}
         return Resolved("ambiguous", name, tuple(sorted(whole)))
-    near = get_close_matches(name, [flag for flag in table if known(flag)], n=1, cutoff=0.75)
-    return Resolved("unknown", name, tuple(near))
+    if version is not None and window is None:
+        # older than every table: nothing is known to be unknown
+        return Resolved("known", aliases.get(name, name))
+    known = [flag for flag in table.names if table.knows(flag, version)]
+    return Resolved("unknown", name, tuple(get_close_matches(name, known, n=1, cutoff=0.75)))

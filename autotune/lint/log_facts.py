@@ -24,6 +24,8 @@ _SPEC = re.compile(
 _VLLM_VERSION = re.compile(r"(?:LLM engine \(v|[█▄▀] +version )(\d+\.\d+\.\d+\S*?)[)\s]")
 _SGLANG_VERSION = re.compile(r"sglang[ =_-]+v?(\d+\.\d+\.\d+(?:\.post\d+)?)", re.IGNORECASE)
 _VLLM_ARGS = re.compile(r"non-default args: (\{.*\})")
+#: a printed object without a literal form: Name(...) or <Name.X: 1>
+_OBJECT = re.compile(r"\b[A-Za-z_]\w*\([^()]*\)|<[A-Z]\w*[^<>]*>")
 _SGLANG_ARGS = re.compile(r"server_args=ServerArgs\((.*)\)")
 _PIECEWISE = re.compile(
     r"CUDAGraphMode\.\w+ is not supported with spec-decode for attention backend (\w+)|"
@@ -215,14 +217,14 @@ def _arguments(line: str) -> dict[str, Any]:
     """Arguments in force; empty where the line is cut."""
     match = _VLLM_ARGS.search(line)
     if match is not None:
+        text = _OBJECT.sub("None", match[1])
+        # objects hold objects: from the inside out
+        while (plain := _OBJECT.sub("None", text)) != text:
+            text = plain
         try:
-            values = ast.literal_eval(match[1])
+            values = ast.literal_eval(text)
         except (ValueError, SyntaxError):
-            # an object without a literal form: keep the plain entries
-            return {
-                key: ast.literal_eval(text)
-                for key, text in re.findall(r"'(\w+)': ('[^']*'|[\d.]+|True|False|None)", match[1])
-            }
+            return {}
         return values if isinstance(values, dict) else {}
     match = _SGLANG_ARGS.search(line)
     found: dict[str, Any] = {}

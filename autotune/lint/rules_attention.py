@@ -50,14 +50,14 @@ def verify_through_extend_kernel(setup: Setup) -> Iterator[Hit]:
     if spec is None or spec.algorithm not in ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM"):
         return
     mode = command.text("--speculative-attention-mode") or "prefill"
-    prefill = command.text("--prefill-attention-backend")
     named = command.text("--attention-backend") or None
-    backend = (prefill or named) if mode == "prefill" else _backend(setup)
+    phase = command.text(f"--{mode}-attention-backend") or None
+    backend = phase or named
     picked = ""
     if backend is None:
         backend = default_backend(setup)
-        picked = f", SGLang's default here (latent attention, sm_{setup.cc})"
-    if backend != "triton" or mode != "prefill":
+        picked = f", SGLang's default here (sm_{setup.cc})"
+    if backend != "triton":
         return
     yield warning(
         f"attention backend triton, speculative attention mode {mode}",
@@ -65,8 +65,9 @@ def verify_through_extend_kernel(setup: Setup) -> Iterator[Hit]:
         "no split-KV, one block walks the whole context (measured elsewhere: 680 GB/s, 8 % of "
         "peak, at 16k; 400 against 100 ms a verify), so the verify grows with context and looks "
         "like slow communication",
-        "first A/B, before any NCCL variable: --attention-backend x --speculative-attention-mode "
-        "decode (flashinfer, trtllm_mla or flashmla where the GPU has them; some take topk 1 only)",
+        "first A/B, before any NCCL variable: another --attention-backend, or another "
+        "--decode-attention-backend with --speculative-attention-mode decode (flashinfer, "
+        "trtllm_mla or flashmla where the GPU has them; some take topk 1 only)",
     )
 
 

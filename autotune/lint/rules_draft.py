@@ -21,7 +21,17 @@ _EAGLE3_SINCE = ((re.compile(r"kimi[-_ ]?k2\.?[56]", re.IGNORECASE), "0.5.10"),)
 def no_draft_model(setup: Setup) -> Iterator[Hit]:
     """A method that drafts with a model, without one: the target is loaded as its own draft."""
     spec = setup.speculation
-    if spec is None or spec.draft_model is not None:
+    if spec is None:
+        return
+    if spec.draft_model is not None:
+        same = setup.target_name is not None and spec.draft_model == setup.target_name
+        if spec.algorithm == "EAGLE3" and same:
+            yield error(
+                f"draft {spec.draft_model}",
+                "the draft path is the target's: EAGLE-3 needs a head of its own, and the target "
+                "would be loaded twice",
+                "give the path of the EAGLE-3 head",
+            )
         return
     if setup.engine == "sglang":
         if spec.algorithm in ("EAGLE3", "STANDALONE", "DFLASH"):

@@ -5,22 +5,25 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from autotune.lint.findings import Hit, error, info, rule, warning
-from autotune.lint.flags import SGLANG_DEPRECATED, VLLM_REMOVED, VLLM_SPEC_KEYS, Resolved
+from autotune.lint.flags import SGLANG_DEPRECATED, Resolved, name_table
 from autotune.lint.setup import Setup
 
-_SGLANG_SOURCE = "option tables of the sglang wheels 0.4.6.post5 to 0.5.23"
+_WHEELS = "option tables of the wheels: sglang 0.4.6.post5 to 0.5.23, vllm 0.16 and 0.33"
+_NAMES = {"sglang": "SGLang", "vllm": "vLLM"}
+#: keys that a recorded server refused: key -> its version
+_KEYS_GONE = {"speculative_token_tree": "0.32"}
 _REPEATABLE = frozenset({"--lora-paths", "--middleware", "--allowed-origins", "-e"})
 
 
 def _shown(setup: Setup) -> str:
-    return "this version" if setup.version is None else ".".join(map(str, setup.version))
+    return "(any version)" if setup.version is None else ".".join(map(str, setup.version))
 
 
 def _odd(setup: Setup, *statuses: str) -> Iterator[Resolved]:
     return (item for item in setup.command.odd if item.status in statuses)
 
 
-@rule("flag-removed", _SGLANG_SOURCE, "sglang")
+@rule("flag-removed", _WHEELS, "sglang", "vllm")
 def removed_option(setup: Setup) -> Iterator[Hit]:
     """argparse stops at an option that is gone; as a prefix of several it is "ambiguous"."""
     for item in _odd(setup, "removed"):
@@ -30,25 +33,25 @@ def removed_option(setup: Setup) -> Iterator[Hit]:
         fix = f"write {' or '.join(item.others)}" if item.others else "drop it"
         yield error(
             item.name,
-            f"SGLang {_shown(setup)} has no {item.name} (last seen in {item.version}){more}: the "
-            "server exits with code 2",
+            f"{_NAMES[setup.engine]} {_shown(setup)} has no {item.name} (last seen in "
+            f"{item.version}){more}: the server exits with code 2",
             fix,
         )
 
 
-@rule("flag-not-yet", _SGLANG_SOURCE, "sglang")
+@rule("flag-not-yet", _WHEELS, "sglang", "vllm")
 def later_option(setup: Setup) -> Iterator[Hit]:
     """An option of a newer release."""
     for item in _odd(setup, "not_yet"):
         yield error(
             item.name,
-            f"SGLang {_shown(setup)} does not know {item.name} yet (first seen in {item.version}): "
-            "the server exits with code 2",
+            f"{_NAMES[setup.engine]} {_shown(setup)} does not know {item.name} yet (first seen in "
+            f"{item.version}): the server exits with code 2",
             f"upgrade to {item.version} or newer, or drop it",
         )
 
 
-@rule("flag-ambiguous", _SGLANG_SOURCE, "sglang")
+@rule("flag-ambiguous", _WHEELS, "sglang", "vllm")
 def ambiguous_option(setup: Setup) -> Iterator[Hit]:
     """A prefix of several options."""
     for item in _odd(setup, "ambiguous"):
@@ -59,19 +62,20 @@ def ambiguous_option(setup: Setup) -> Iterator[Hit]:
         )
 
 
-@rule("flag-unknown", _SGLANG_SOURCE, "sglang")
+@rule("flag-unknown", _WHEELS, "sglang", "vllm")
 def unknown_option(setup: Setup) -> Iterator[Hit]:
     """An option of no release that was read."""
     for item in _odd(setup, "unknown"):
         near = f"did you mean {item.others[0]}?" if item.others else "drop it"
         yield error(
             item.name,
-            f"SGLang {_shown(setup)} has no option {item.name}: the server exits with code 2",
+            f"{_NAMES[setup.engine]} {_shown(setup)} has no option {item.name}: the server exits "
+            "with code 2",
             near,
         )
 
 
-@rule("flag-deprecated", _SGLANG_SOURCE, "sglang")
+@rule("flag-deprecated", _WHEELS, "sglang", "vllm")
 def deprecated_option(setup: Setup) -> Iterator[Hit]:
     """Still taken, but on the way out."""
     for option in setup.command.options:
@@ -81,37 +85,29 @@ def deprecated_option(setup: Setup) -> Iterator[Hit]:
                 yield info(option.text, f"deprecated since {since}", f"write {successor}")
 
 
-@rule("flag-removed-vllm", "vllm 0.16.0 and 0.33.0 sources", "vllm")
-def removed_vllm_option(setup: Setup) -> Iterator[Hit]:
-    """Options that vLLM replaced by a configuration object."""
-    for option in setup.command.options:
-        if option.name not in VLLM_REMOVED:
-            continue
-        gone, successor = VLLM_REMOVED[option.name]
-        fix = f"use {successor}" if successor else "drop it"
-        if setup.before(gone) is None:
-            yield warning(option.text, f"gone by vLLM {gone}", fix)
-        elif not setup.before(gone):
-            yield error(option.text, f"vLLM {_shown(setup)} has no {option.name}: exit code 2", fix)
-
-
 @rule("spec-key-unknown", "server-recordings/serve-bad-spec-key.log (vLLM 0.32 refuses it)", "vllm")
 def unknown_spec_key(setup: Setup) -> Iterator[Hit]:
     """speculative_config refuses a key it does not know (pydantic, extra=forbid)."""
+    table = name_table("vllm", "speculative_config")
+    oldest = setup.version is not None and table.window(setup.version) is None
     for key in setup.command.config("--speculative-config"):
-        lacks_yet, gone = VLLM_SPEC_KEYS.get(key, (None, None))
-        subject = f"speculative_config.{key}"
-        if gone is not None and setup.before(gone) is not True:
-            tree = " Tree speculation is an SGLang-only axis." if "tree" in key else ""
-            known = setup.before(gone) is False
-            yield (error if known else warning)(
-                subject, f"vLLM {gone} and newer refuse this key: the server stops at start.{tree}",
-                "drop the key; a chain of num_speculative_tokens remains",
-            )  # fmt: skip
-        if lacks_yet is not None and setup.version is not None:
-            if not setup.before("0.17"):
+        refused = key in _KEYS_GONE and setup.before(_KEYS_GONE[key]) is False
+        if not refused and (oldest or table.knows(key, setup.version)):
+            # without a version: a key that the newest one has lost is worth a word
+            gone = setup.version is None and table.names[key][1] < len(table.versions) - 1
+            if not gone:
                 continue
-            yield error(subject, f"vLLM {lacks_yet} does not know this key yet", "upgrade vLLM")
+        tree = " Tree speculation is an SGLang-only axis." if "tree" in key else ""
+        near = get_close_matches(key, table.names, n=1, cutoff=0.75)
+        seen = ""
+        if key in table.names:
+            first, last = table.names[key]
+            seen = f" (seen in {table.versions[first]} to {table.versions[last]})"
+        yield (error if setup.version is not None else warning)(
+            f"speculative_config.{key}",
+            f"vLLM {_shown(setup)} refuses this key{seen}: the server stops at start.{tree}",
+            f"did you mean {near[0]}?" if near and near[0] != key else "drop the key",
+        )
 
 
 @rule("json-invalid", "vllm 0.33.0 source: options parsed by json.loads")

@@ -83,9 +83,9 @@ def dead_after_first(setup: Setup) -> Iterator[Hit]:
                     f"acceptance by position ({decode.evidence})",
                     f"position {depth - 1} is accepted at {before:.2f}, position {depth} at "
                     f"{conditional:.2f} of those: a chain falls off gently (0.5 to 0.8 a step), so "
-                    "the draft's second pass gets wrong inputs (hidden states, positions or KV)",
+                    f"draft pass {depth + 1} gets wrong inputs (hidden states, positions or KV)",
                     "a wiring fault of draft and server, no tuning result: other version or draft "
-                    "backend; one draft token meanwhile",
+                    f"backend; {depth} draft token{'s' if depth > 1 else ''} meanwhile",
                 )
                 return
 

@@ -23,6 +23,8 @@ class Forecast:
     accept_length: tuple[float, float, float]
     terms_ms: Mapping[str, float]
     plain_terms_ms: Mapping[str, float]
+    #: why the server would not fit these GPUs, or None
+    does_not_fit: str | None
 
     @property
     def need(self) -> float:
@@ -40,8 +42,29 @@ def forecast(setup: Setup) -> Forecast | None:
         return None
     if target.head_problem(setup.tp) or (machine.gpu is not None and setup.tp > machine.gpu.count):
         return None
-    key = (spec.steps, spec.topk, spec.draft_tokens, setup.tp, setup.concurrency or 1)
-    return _forecast(_Identity((machine, target)), key)
+    sizes = (spec.steps, spec.topk, spec.draft_tokens, setup.tp, setup.concurrency or 1)
+    return _forecast(_Identity((machine, target)), sizes, _nccl_knobs(setup.env))
+
+
+def _nccl_knobs(env: Mapping[str, str]) -> tuple[tuple[str, str | int], ...]:
+    """Variables that a knob can say, as knobs; lists and exclusions are left to NCCL's default."""
+    found: dict[str, str | int] = {}
+    for name, knob, words in (
+        ("NCCL_ALGO", "nccl.algo", {"ring": "ring", "tree": "tree"}),
+        ("NCCL_PROTO", "nccl.proto", {"ll": "LL", "ll128": "LL128", "simple": "Simple"}),
+        ("NCCL_P2P_LEVEL", "nccl.p2p_level", {level: level for level in ("PIX", "PHB", "SYS")}),
+    ):
+        text = env.get(name, "")
+        word = words.get(text if knob == "nccl.p2p_level" else text.lower())
+        if word is not None:
+            found[knob] = word
+    for name, knob in (
+        ("NCCL_MIN_NCHANNELS", "nccl.min_channels"),
+        ("NCCL_MAX_NCHANNELS", "nccl.max_channels"),
+    ):
+        if env.get(name, "").isdigit() and int(env[name]) > 0:
+            found[knob] = int(env[name])
+    return tuple(sorted(found.items()))
 
 
 class _Identity:
@@ -60,7 +83,11 @@ class _Identity:
 
 
 @lru_cache(maxsize=8)
-def _forecast(models: _Identity, key: tuple[int, int, int, int, int]) -> Forecast | None:
+def _forecast(
+    models: _Identity,
+    sizes: tuple[int, int, int, int, int],
+    nccl: tuple[tuple[str, str | int], ...],
+) -> Forecast | None:
     from model.acceptance import AcceptanceModel
     from model.calibration import default_calibration
     from model.predictor import Predictor
@@ -68,12 +95,13 @@ def _forecast(models: _Identity, key: tuple[int, int, int, int, int]) -> Forecas
     from model.spec import Knobs, Workload
 
     machine, target = models.values
-    steps, topk, draft_tokens, tp, concurrency = key
+    steps, topk, draft_tokens, tp, concurrency = sizes
     graphs = machine.gpu is not None
     shared = {
         "parallel.tp": tp,
         "collectives.backend": "nccl" if graphs else "gloo",
         "cuda_graph.decode": graphs,
+        **(dict(nccl) if graphs else {}),
     }
     spec = {
         **shared,
@@ -111,6 +139,7 @@ def _forecast(models: _Identity, key: tuple[int, int, int, int, int]) -> Forecas
         plain_ms=three(plain.cycle_ms),
         accept_length=three(with_spec.accept_length),
         terms_ms={name: term.median for name, term in with_spec.terms_ms.items()},
+        does_not_fit=with_spec.infeasible_reason,
         plain_terms_ms={name: term.median for name, term in plain.terms_ms.items()},
     )
 
@@ -170,6 +199,18 @@ def can_it_break_even(setup: Setup) -> Iterator[Hit]:
             subject,
             f"{numbers}; EAGLE-3 heads give {median:.2f} (90 %: {low:.2f}-{high:.2f}) at this size",
             "give --accept-length to judge it",
+        )
+
+
+@rule("memory-does-not-fit", "sgl-project/sglang PR #21898 (crashes and out of memory)")
+def weights_and_cache_exceed_the_gpu(setup: Setup) -> Iterator[Hit]:
+    """Weights, KV cache of the load, draft and graphs against the memory of a GPU."""
+    found = forecast(setup)
+    if found is not None and found.does_not_fit is not None:
+        yield error(
+            f"{setup.tp} ranks, {setup.concurrency or 1} requests",
+            f"predicted for a context of {_CONTEXT} tokens: {found.does_not_fit}",
+            "more ranks, a smaller or quantised target, or fewer requests",
         )
 
 

@@ -71,6 +71,40 @@ def one_collective_named(setup: Setup) -> Iterator[Hit]:
     )  # fmt: skip
 
 
+@rule("nccl-algo-unavailable", "nccl-pcie.md 1.1: NVLS and CollNet are off without NVLink switches")
+def algorithm_of_other_hosts(setup: Setup) -> Iterator[Hit]:
+    """NCCL_ALGO that leaves an all-reduce only algorithms which this host lacks."""
+    listed = _listed(setup, "NCCL_ALGO")
+    if listed is None or setup.nvlink or setup.tp == 1:
+        return
+    left = [name for name, on in zip(ALGORITHMS, listed, strict=True) if on]
+    if left and not {"Tree", "Ring"} & set(left):
+        known = setup.nvlink is False
+        yield (error if known else warning)(
+            f"NCCL_ALGO={setup.env['NCCL_ALGO']}",
+            f"it leaves {', '.join(left)} for an all-reduce; one host without an NVLink switch has "
+            "Ring and Tree only, so NCCL finds no algorithm and stops",
+            "add Ring or Tree",
+        )
+
+
+@rule("nccl-no-transport", f"{_NCCL}: transports are P2P, SHM and NET")
+def only_the_network_left(setup: Setup) -> Iterator[Hit]:
+    """Peer-to-peer and host memory both off: GPUs of one host talk over the network."""
+    off = [
+        name
+        for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
+        if c_integer(setup.env.get(name, "0")) == 1
+    ]
+    if len(off) == 2:
+        yield error(
+            "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1",
+            "neither peer-to-peer nor host memory is left: the GPUs of this host reduce over "
+            "network sockets",
+            "drop one of them",
+        )
+
+
 @rule("nccl-number", f"{_NCCL}: numbers go through C strtoll")
 def odd_number(setup: Setup) -> Iterator[Hit]:
     """ "16MiB" is 16, "many" is 0, "0x10" is 16."""

@@ -19,7 +19,7 @@ _SIZE_FLAGS = {
 def sizes_without_algorithm(setup: Setup) -> Iterator[Hit]:
     """Speculative options while speculation is off."""
     given = [o for o in setup.command.options if o.name.startswith("--speculative-")]
-    if setup.speculation is None and given:
+    if setup.speculation is None and given and not setup.command.printed:
         yield error(
             ", ".join(sorted({option.name for option in given})),
             "inert: no --speculative-algorithm is given, so the server decodes without speculation",

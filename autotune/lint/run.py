@@ -3,7 +3,7 @@
 import importlib
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,8 @@ def make_setup(request: Request) -> Setup:
         return engine_setup(request, words, log)
     command, env = parse_command(request.engine, words, version)
     if log is not None and not command.options and log.arguments:
-        command, _ = parse_command(request.engine, _as_words(log.arguments), version)
+        printed, _ = parse_command(request.engine, _as_words(log.arguments), version)
+        command = replace(printed, printed=True, odd=())
     env |= parse_env(request.env)
     target_name = request.target or _model_name(command)
     accept_length = request.accept_length

@@ -1,10 +1,13 @@
 """Command lines, environments, versions and options as the servers' own parsers take them."""
 
+from pathlib import Path
+
 import pytest
 
 from autotune.errors import UserError
 from autotune.lint.command import parse_command, parse_env, split_words
-from autotune.lint.flags import sglang_option
+from autotune.lint.flags import resolve_option
+from autotune.lint.run import Request, lint
 from autotune.lint.speculation import resolve
 from autotune.lint.versions import parse_version, pinned_nccl
 
@@ -121,7 +124,7 @@ def test_llama_targets_get_a_tree_by_default() -> None:
 )
 def test_options_by_version(name: str, version: str | None, status: str) -> None:
     parsed = None if version is None else parse_version(version)
-    assert sglang_option(name, parsed).status == status
+    assert resolve_option("sglang", name, parsed).status == status
 
 
 @pytest.mark.parametrize(
@@ -156,3 +159,43 @@ def test_versions_compare_and_pin_nccl_only_where_it_was_read() -> None:
     assert pinned_nccl("sglang", parse_version("0.5.15")) is None
     with pytest.raises(UserError, match="write it like"):
         parse_version("latest")
+
+
+FOREIGN = Path(__file__).parents[1] / "data" / "foreign"
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "expected", "never"),
+    [
+        pytest.param(
+            "sglang", "sglang-eagle3-eager.log",
+            {"log-verify-eager", "graph-off", "verify-without-split-kv"}, {"spec-options-alone"},
+            id="sglang-eager",
+        ),
+        pytest.param(
+            "sglang", "sglang-eagle3-graph.log", {"verify-without-split-kv"},
+            {"log-verify-eager", "graph-off"}, id="sglang-graphs",
+        ),
+        pytest.param(
+            "sglang", "sglang-baseline.log", set(), {"spec-options-alone", "log-verify-eager"},
+            id="sglang-baseline",
+        ),
+        pytest.param(
+            "vllm", "vllm-0.26-eagle3-k3.log", {"spec-lossy", "log-accept-rate"},
+            {"log-wiring-fault", "log-wrong-draft", "flag-unknown"}, id="vllm-eagle3",
+        ),
+        pytest.param(
+            "vllm", "vllm-0.26-eager.log", {"graph-off"}, {"flag-unknown"}, id="vllm-eager"
+        ),
+        pytest.param(
+            "vllm", "vllm-0.26-tp2-graphs.log", {"log-allreduce-nccl"}, {"graph-off"}, id="vllm-tp2"
+        ),
+    ],
+)  # fmt: skip
+def test_logs_of_real_servers_give_what_is_true_of_them(
+    engine: str, name: str, expected: set[str], never: set[str]
+) -> None:
+    found = {f.id for f in lint(Request(engine=engine, logs=(FOREIGN / name,)))}
+    assert expected <= found
+    assert not never & found
+    assert not {id for id in found if id.startswith("flag-")}

@@ -4,23 +4,24 @@ The dashboard, importances and TPE read what stands here. Parameters are flat (a
 inactive has its canonical value), so that no conditional space is needed.
 """
 
+import contextlib
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-from optuna.exceptions import ExperimentalWarning
+from optuna.exceptions import ExperimentalWarning, OptunaError
 from optuna.storages import RDBStorage
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from autotune.schemas import Study
 from autotune.space import Space
-from autotune.store.database import BUSY_TIMEOUT_S, explain
+from autotune.store.database import BUSY_TIMEOUT_S, clear_errors, explain
 from model.spec import Knobs, Scalar
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -48,11 +49,16 @@ class Ledger:
             self._study.set_metric_names([name for name, _ in self.objectives])
 
     def begin(self, knobs: Knobs, attributes: Mapping[str, Any]) -> int:
-        """A running Optuna trial for ``knobs``; its number."""
+        """A running Optuna trial for ``knobs``; its number.
+
+        Knobs outside the space (``contains``) have no parameters there; such a trial must be
+        finished without values, or Optuna would find no common space any more.
+        """
+        inside = self.contains(knobs)
         template = optuna.trial.create_trial(
             state=TrialState.RUNNING,
-            params=self.params(knobs),
-            distributions=self.distributions,
+            params=self.params(knobs) if inside else {},
+            distributions=self.distributions if inside else {},
             user_attrs=dict(attributes),
         )
         study_id = self._storage.get_study_id_from_name(self._study.study_name)
@@ -93,6 +99,17 @@ class Ledger:
         """Optuna's parameters of ``knobs``."""
         values = knobs.values()
         return {name: values.get(name) for name in self.distributions}
+
+    def contains(self, knobs: Knobs) -> bool:
+        """Whether Optuna's space of the study holds ``knobs``."""
+        for name, value in self.params(knobs).items():
+            distribution = self.distributions[name]
+            if isinstance(distribution, CategoricalDistribution):
+                if not any(type(c) is type(value) and c == value for c in distribution.choices):
+                    return False
+            elif type(value) is not int or not distribution._contains(value):
+                return False
+        return True
 
     def running(self) -> dict[int, int]:
         """Running trials: number -> id of the worker that began it."""
@@ -135,6 +152,25 @@ def _distributions(space: Space, baseline: Knobs) -> dict[str, BaseDistribution]
         else:
             found[name] = CategoricalDistribution(values)
     return found
+
+
+@contextlib.contextmanager
+def ledger_errors(url: URL) -> Iterator[None]:
+    """Turn what the database does to Optuna into one line: it wraps some of a driver's errors."""
+    try:
+        with clear_errors(url):
+            yield
+    except OptunaError as error:
+        cause = error.__cause__ or error.__context__
+        if not isinstance(cause, DBAPIError):
+            raise
+        raise explain(cause.orig or cause, url) from error
+
+
+def forget(url: str, name: str) -> None:
+    """Remove the Optuna study ``name`` where there is one."""
+    with contextlib.suppress(KeyError):
+        optuna.delete_study(study_name=name, storage=_open_storage(url))
 
 
 def _open_storage(url: str) -> RDBStorage:

@@ -119,9 +119,12 @@ class Bench:
                 self.store.set_provenance(arm.id, self.backend.provenance())
         return None, None
 
-    def _repeat(self, trial: TrialView, level: int, series: "_Series") -> Failure | None:
+    def take(self, trial: TrialView, level: int, number: int) -> Measurement:
+        """Measure repeat ``number`` of a trial in the open group, and store it.
+
+        Raises ``StopRequestedError`` before it begins.
+        """
         self.check_stop()
-        number = series.next_number(level)
         # the backend counts repeats of these knobs over all trials, so that none is served twice
         key = (trial.knobs.id, level)
         index = self.num_taken.get(key, 0)
@@ -129,9 +132,12 @@ class Bench:
         self.num_taken[key] = index + 1
         placed = taken.model_copy(update={"trial": trial.number, "repeat": number})
         stored = self.store.add_measurement(self.study_id, trial.id, placed)
-        value = None if stored.failure is not None else stored.tokens_per_s
-        series.add(level, value)
         self.on_repeat(trial, stored)
+        return stored
+
+    def _repeat(self, trial: TrialView, level: int, series: "_Series") -> Failure | None:
+        stored = self.take(trial, level, series.next_number(level))
+        series.add(level, None if stored.failure is not None else stored.tokens_per_s)
         return stored.failure
 
     def _settled(self, series: "_Series", best: Mapping[int, float]) -> bool:

@@ -38,6 +38,8 @@ class Health(Record):
     clock_mhz: float | None = None
     temperature_c: float | None = None
     power_w: float | None = None
+    power_limit_w: float | None = None
+    utilization_percent: float | None = None
     throttle_reasons: tuple[str, ...] = ()
     #: 1-minute load average of the host
     load_average: float | None = None

@@ -1,6 +1,8 @@
-"""Statistics of repeats: medians, bootstrap intervals, drift, two arms measured in turns.
+"""Statistics of repeats: medians, bootstrap intervals, two arms measured in turns.
 
-Rates vary by a factor, so comparisons work on log ratios. All resampling is seeded.
+Rates vary by a factor, so comparisons work on log ratios. All resampling is seeded. Tests of pairs
+are in ``autotune.signflip``, patterns of a series (drift, warm-up, two modes) in
+``autotune.patterns``.
 """
 
 import math
@@ -9,7 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy.stats import spearmanr
+
+from autotune.patterns import drifts, is_bimodal, warms_up
+from autotune.signflip import MIN_PAIRS_FOR_SIGNIFICANCE, fixed_interval
 
 Verdict = Literal["faster", "slower", "same", "undecided"]
 
@@ -20,9 +24,6 @@ _MAX_DRAWS = 400_000
 #: with normal, Student-t(3) and contaminated repeats (the tests repeat it); from n = 5 on the last
 _WIDEN = {2: 11.0, 3: 4.3, 4: 1.65}
 _WIDEN_MANY = 1.12
-_DRIFT_P = 0.01
-#: a two-sided signed test below this many pairs cannot reach p < 0.05 (reference, section 3)
-MIN_PAIRS_FOR_SIGNIFICANCE = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,19 @@ class Summary:
     low: float
     high: float
     n: int
-    #: repeats drift with time: rank correlation with their order, p < 0.01 and n >= 6
+    #: repeats drift with time, or wander slowly (n >= 6)
     drifts: bool = False
-    #: repeats fall into two groups far apart
+    #: repeats fall into two groups far apart (n >= 6)
     bimodal: bool = False
+    #: repeats at the start that differ from the rest
+    num_warm_up: int = 0
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What a reader must know of these repeats besides their interval."""
+        found = (("drifts", self.drifts), ("two modes", self.bimodal))
+        warm = (f"first {self.num_warm_up} differ",) if self.num_warm_up else ()
+        return (*(name for name, on in found if on), *warm)
 
     @property
     def rel_half_width(self) -> float:
@@ -56,13 +66,16 @@ class Ratio:
     num_pairs: int
 
     def verdict(self, rel_floor: float) -> Verdict:
-        """Which arm is larger; differences inside the noise floor do not count."""
-        if self.low > 1 + rel_floor:
-            return "faster"
-        if self.high < 1 - rel_floor:
-            return "slower"
+        """Which arm is larger: the interval excludes 1 and the estimate lies beyond the floor.
+
+        An interval wholly inside the floor says "same" (two one-sided tests).
+        """
         if self.low >= 1 - rel_floor and self.high <= 1 + rel_floor:
             return "same"
+        if self.low > 1 and self.median > 1 + rel_floor:
+            return "faster"
+        if self.high < 1 and self.median < 1 - rel_floor:
+            return "slower"
         return "undecided"
 
 
@@ -88,20 +101,28 @@ def summarise(values: Sequence[float], seed: int = 0) -> Summary:
         low=centre - (centre - float(low)) * widen,
         high=centre + (float(high) - centre) * widen,
         n=n,
-        drifts=_drifts(array),
-        bimodal=_bimodal(array),
+        drifts=drifts(array),
+        bimodal=is_bimodal(array),
+        num_warm_up=warms_up(array),
     )
 
 
 def paired_ratio(first: Sequence[float], second: Sequence[float], seed: int = 0) -> Ratio:
     """Ratio first/second of arms measured in turns, repeat i of one beside repeat i of the other.
 
-    Estimate: exp of the median log ratio of pairs; interval: percentile bootstrap over pairs,
+    From ``MIN_PAIRS_FOR_SIGNIFICANCE`` pairs on: the exact signed-rank interval of the log ratios
+    of pairs. With fewer no exact 95 % interval is finite; then the percentile bootstrap over pairs,
     widened as in ``summarise``. Raises ``ValueError`` for unequal or missing arms.
     """
-    if len(first) != len(second) or not first:
-        raise ValueError(f"paired arms need equal lengths, got {len(first)} and {len(second)}")
-    logs = np.log(np.asarray(first, dtype=float) / np.asarray(second, dtype=float))
+    logs = log_ratios(first, second)
+    if len(logs) >= MIN_PAIRS_FOR_SIGNIFICANCE:
+        exact = fixed_interval(logs)
+        return Ratio(
+            median=math.exp(exact.median),
+            low=math.exp(exact.low),
+            high=math.exp(exact.high),
+            num_pairs=len(logs),
+        )
     summary = summarise(logs.tolist(), seed)
     return Ratio(
         median=math.exp(summary.median),
@@ -109,6 +130,43 @@ def paired_ratio(first: Sequence[float], second: Sequence[float], seed: int = 0)
         high=math.exp(min(summary.high, 700.0)),
         num_pairs=len(logs),
     )
+
+
+def bootstrap_ratio(
+    first: Sequence[float], second: Sequence[float], block: int = 1, seed: int = 0
+) -> Ratio:
+    """Ratio of the medians of two arms measured in turns: percentile bootstrap over pairs.
+
+    Blocks of ``block`` neighbouring pairs are drawn together, so that what drifts through a block
+    stays in it. Raises ``ValueError`` for unequal or missing arms.
+    """
+    log_ratios(first, second)
+    arms = np.asarray([first, second], dtype=float)
+    n = arms.shape[1]
+    if n < 2:
+        only = float(arms[0, 0] / arms[1, 0])
+        return Ratio(median=only, low=0.0, high=math.inf, num_pairs=1)
+    rng = np.random.default_rng(seed)
+    starts = rng.integers(0, n, size=(_MAX_RESAMPLES, math.ceil(n / block)))
+    drawn = (starts[:, :, None] + np.arange(block)).reshape(_MAX_RESAMPLES, -1)[:, :n] % n
+    medians = np.median(arms[:, drawn], axis=2)
+    centre = math.log(float(np.median(arms[0]) / np.median(arms[1])))
+    low, high = np.quantile(np.log(medians[0] / medians[1]), (0.025, 0.975))
+    widen = _small_sample_factor(n)
+    return Ratio(
+        median=math.exp(centre),
+        low=math.exp(centre - (centre - float(low)) * widen),
+        high=math.exp(min(centre + (float(high) - centre) * widen, 700.0)),
+        num_pairs=n,
+    )
+
+
+def log_ratios(first: Sequence[float], second: Sequence[float]) -> np.ndarray:
+    """ln(first / second) of each pair. Raises ``ValueError`` for unequal or missing arms."""
+    if len(first) != len(second) or not first:
+        raise ValueError(f"paired arms need equal lengths, got {len(first)} and {len(second)}")
+    logs: np.ndarray = np.log(np.asarray(first, dtype=float) / np.asarray(second, dtype=float))
+    return logs
 
 
 def median_ratio(first: Sequence[float], second: Sequence[float], seed: int = 0) -> Ratio:
@@ -150,21 +208,3 @@ def _resampled_medians(values: np.ndarray, rng: np.random.Generator) -> np.ndarr
 
 def _small_sample_factor(n: int) -> float:
     return _WIDEN.get(n, _WIDEN_MANY)
-
-
-def _drifts(values: np.ndarray) -> bool:
-    n = len(values)
-    if n < MIN_PAIRS_FOR_SIGNIFICANCE or float(np.ptp(values)) == 0:
-        return False
-    return bool(spearmanr(np.arange(n), values).pvalue < _DRIFT_P)
-
-
-def _bimodal(values: np.ndarray) -> bool:
-    """Largest gap splits the repeats into two groups of >= 2, each tight against the gap."""
-    if len(values) < MIN_PAIRS_FOR_SIGNIFICANCE:
-        return False
-    ordered = np.sort(values)
-    gaps = np.diff(ordered)[1:-1]
-    cut = int(np.argmax(gaps)) + 2
-    low, high = ordered[:cut], ordered[cut:]
-    return bool(gaps.max() > 3 * max(np.ptp(low), np.ptp(high)) and gaps.max() > 0)

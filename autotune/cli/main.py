@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "env": ("autotune.cli.env:app", "Check that settings took effect in every worker."),
     "doctor": ("autotune.cli.doctor:doctor", "Find host faults that make serving slow."),
     "probe": ("autotune.cli.probe:probe", "Measure this host and write a machine file."),
+    "compare": ("autotune.cli.compare:compare", "Measure two configurations in turns."),
     "diff": ("autotune.cli.diff:diff", "What differs between two runs and what it is worth."),
     "model": ("autotune.cli.model:app", "The performance model: its accuracy and constants."),
     "explain": ("autotune.cli.explain:explain", "Where the time goes and what could be faster."),

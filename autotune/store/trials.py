@@ -25,7 +25,7 @@ class TrialQueries(Sessions):
         origin: str,
         knobs: Knobs,
         group_id: str | None,
-        worker_id: int,
+        worker_id: int | None,
     ) -> int | None:
         """Take a piece of work; its trial id, or None when another worker has it already."""
         row = TrialRow(

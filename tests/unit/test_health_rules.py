@@ -1,0 +1,106 @@
+"""Rules of run-time health: each fires on its fault and stays quiet beside it."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from autotune.health_rules import not_started, spins, watch_repeats, wiring_fault
+from autotune.records import Acceptance, Failure, Health, Measurement
+
+_NOW = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+def repeat(order: int, **values: Any) -> Measurement:
+    base: dict[str, Any] = {
+        "trial": 0, "knobs_id": "k", "concurrency": 1, "repeat": order, "order": order,
+        "started": _NOW, "ended": _NOW, "tokens_per_s": 100.0,
+    }  # fmt: skip
+    return Measurement(**{**base, **values})
+
+
+def counts(by_depth: tuple[int, ...], verifies: int = 100) -> Acceptance:
+    return Acceptance(
+        num_verifies=verifies,
+        num_drafted=verifies * len(by_depth),
+        num_accepted=sum(by_depth),
+        accepted_by_depth=by_depth,
+        histogram=(),
+        accepted_by_depth_rank=(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("cumulative", "depth"),
+    [
+        pytest.param([0.69, 0.01, 0.0], 1, id="dead-after-the-first"),
+        pytest.param([0.8, 0.6, 0.45], None, id="healthy"),
+        pytest.param([0.1, 0.001], None, id="a-bad-draft-is-no-wiring-fault"),
+        pytest.param([0.8, 0.62, 0.02], 2, id="dead-after-the-second"),
+        pytest.param([0.7], None, id="one-draft"),
+        pytest.param([], None, id="no-drafts"),
+    ],
+)
+def test_a_fall_to_nothing_after_a_good_position_is_a_wiring_fault(
+    cumulative: list[float], depth: int | None
+) -> None:
+    found = wiring_fault(cumulative)
+    assert (None if found is None else found[0]) == depth
+
+
+def test_accept_length_of_one_means_that_speculation_did_not_start() -> None:
+    assert not_started([1.0, 1.0])
+    assert not not_started([1.0, 1.3])
+    assert not not_started([])
+
+
+@pytest.mark.parametrize(
+    ("busy", "power", "limit", "expected"),
+    [
+        pytest.param(100.0, 120.0, 600.0, True, id="hang"),
+        pytest.param(100.0, 320.0, 600.0, False, id="memory-bound-work"),
+        pytest.param(40.0, 80.0, 600.0, False, id="idle"),
+        pytest.param(100.0, 90.0, None, True, id="limit-unknown"),
+    ],
+)
+def test_full_utilisation_at_low_power_is_a_peer_wait(
+    busy: float, power: float, limit: float | None, expected: bool
+) -> None:
+    assert spins(busy, power, limit) is expected
+
+
+def test_repeats_with_a_dead_second_draft_are_reported_once() -> None:
+    records = [repeat(i, acceptance=counts((70, 1, 0))) for i in range(3)]
+    found = list(watch_repeats(records))
+    assert [finding.id for finding in found] == ["log-wiring-fault"]
+    assert "210 times in 300 verifies" in found[0].reason
+
+
+def test_too_few_verifies_accuse_nobody() -> None:
+    assert not list(watch_repeats([repeat(0, acceptance=counts((7, 0), verifies=10))]))
+
+
+def test_a_clock_that_sinks_while_it_gets_warmer_is_reported() -> None:
+    def health(order: int) -> tuple[Health, ...]:
+        return (Health(device="gpu0", clock_mhz=2000 - 20 * order, temperature_c=50 + 3 * order),)
+
+    found = list(watch_repeats([repeat(i, health_after=health(i)) for i in range(9)]))
+    assert [finding.id for finding in found] == ["run-clock-drift"]
+    assert "gpu0: 1980 to 1860 MHz" in found[0].subject
+    assert "18 °C warmer" in found[0].reason
+    steady = [repeat(i, health_after=(Health(device="gpu0", clock_mhz=2000),)) for i in range(9)]
+    assert not list(watch_repeats(steady))
+
+
+def test_throttling_and_a_spinning_hang_are_errors() -> None:
+    hot = Health(device="gpu1", throttle_reasons=("hw_thermal_slowdown", "gpu_idle"))
+    busy = Health(device="gpu0", power_w=110, power_limit_w=600, utilization_percent=100)
+    hang = Failure(kind="hang", stage="measure", message="no answer")
+    records = [
+        repeat(0, health_before=(hot,)),
+        repeat(1, health_after=(busy,), failure=hang, tokens_per_s=None),
+    ]
+    found = {finding.id: finding for finding in watch_repeats(records)}
+    assert set(found) == {"run-throttled", "log-spin"}
+    assert "seen around 1 of 2 repeats" in found["run-throttled"].reason
+    assert "the hang is in a peer wait" in found["log-spin"].reason

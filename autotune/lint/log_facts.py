@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.lint.log_signatures import SIGNATURES
+from autotune.lint.log_signatures import MAY_MATCH, SIGNATURES
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+)")
@@ -113,7 +113,7 @@ def read_log(paths: Iterable[Path]) -> LogFacts:
                 # the interesting lines of a huge log are at its start and its end
                 skip_from, skip_to = _MAX_BYTES // 2, size - _MAX_BYTES // 2
                 for number, line in enumerate(_lines(file, skip_from, skip_to), 1):
-                    _take(facts, _ANSI.sub("", line), f"{path}:{number}")
+                    _take(facts, line, f"{path}:{number}")
                     facts.num_lines += 1
         except OSError as problem:
             raise UserError(f"cannot read the log {path}: {problem.strerror}") from None
@@ -134,23 +134,27 @@ def _lines(file: Any, skip_from: int, skip_to: int) -> Iterator[str]:
 def _take(facts: LogFacts, line: str, where: str) -> None:
     if not line.strip():
         return
+    if "\x1b" in line:
+        line = _ANSI.sub("", line)
     if "NCCL INFO" in line or "NCCL WARN" in line:
         facts.has_nccl = True
-    for signature in SIGNATURES:
-        if signature.id not in facts.signatures and signature.matches(line):
-            facts.signatures[signature.id] = (line.strip()[:200], where)
+    if MAY_MATCH.search(line) is not None:
+        for signature in SIGNATURES:
+            if signature.id not in facts.signatures and signature.matches(line):
+                facts.signatures[signature.id] = (line.strip()[:200], where)
     _take_start(facts, line, where)
     _take_decoding(facts, line, where)
     if "W" in line and "%" in line and "NCCL" not in line:
         _take_power(facts, line, where)
-    for name, pattern in _BENCH.items():
-        match = pattern.search(line)
-        if match is not None:
-            facts.bench[name] = float(match[1])
+    if ":  " in line:
+        for name, pattern in _BENCH.items():
+            match = pattern.search(line)
+            if match is not None:
+                facts.bench[name] = float(match[1])
 
 
 def _take_start(facts: LogFacts, line: str, where: str) -> None:
-    if facts.version is None:
+    if facts.version is None and ("sglang" in line or "version" in line or "engine (v" in line):
         for engine, pattern in (("vllm", _VLLM_VERSION), ("sglang", _SGLANG_VERSION)):
             match = pattern.search(line)
             if match is not None:
@@ -163,13 +167,13 @@ def _take_start(facts: LogFacts, line: str, where: str) -> None:
         match = _PIECEWISE.search(line)
         if match is not None:
             facts.downgrades.append((match[1] or match[2], where))
-    lowered = line.lower()
+    lowered = line.lower() if "aptur" in line else ""
     if "captur" in lowered and "cuda graph" in lowered:
         kind = "draft_extend" if "extend" in lowered else "target"
         if kind == "target" and ("draft " in lowered or "drafter" in lowered or "eagle" in lowered):
             kind = "draft"
         facts.captured.setdefault(kind, where)
-    match = _BACKENDS.search(line)
+    match = _BACKENDS.search(line) if "all-reduce backends" in line else None
     if match is not None and "tp:" in line:
         names = tuple(name.strip(" '\"") for name in match[1].split(",") if name.strip())
         facts.allreduce = names, where
@@ -178,7 +182,7 @@ def _take_start(facts: LogFacts, line: str, where: str) -> None:
 
 
 def _take_decoding(facts: LogFacts, line: str, where: str) -> None:
-    match = _DECODE.search(line)
+    match = _DECODE.search(line) if "Decode batch" in line else None
     if match is not None:
         fields = dict(_FIELD.findall(line))
         facts.decodes.append(
@@ -191,7 +195,7 @@ def _take_decoding(facts: LogFacts, line: str, where: str) -> None:
             )
         )
         return
-    match = _SPEC.search(line)
+    match = _SPEC.search(line) if "SpecDecoding" in line else None
     if match is not None:
         positions = tuple(float(word) for word in re.findall(r"\d+\.\d+", match[2] or ""))
         # vLLM's throughputs are means over an interval with its idle time: no step time in them

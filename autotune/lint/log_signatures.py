@@ -85,3 +85,9 @@ SIGNATURES = (
         "sgl-project/sglang PR #21898",
     ),
 )  # fmt: skip
+
+#: a line without any of these words matches no signature
+MAY_MATCH = re.compile(
+    r"[Ee]rror|out of range|must match|assert|algorithm/protocol|path for pattern|simple order|"
+    r"speculat|out of memory|Unexpected"
+)

@@ -260,9 +260,3 @@ def rates_are_defined_differently(setup: Setup) -> Iterator[Hit]:
             "rates are cumulative, EAGLE's n-alpha conditional",
             "compare accept lengths (bonus token included) only",
         )
-
-
-@rule("log-message", "the report named in the text")
-def known_messages(setup: Setup) -> Iterator[Hit]:
-    """Messages with one known meaning; reported under ids of their own (see ``run``)."""
-    yield from ()

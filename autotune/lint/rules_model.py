@@ -10,8 +10,6 @@ from autotune.lint.setup import Setup
 
 #: context of the question where nobody says one, tokens
 _CONTEXT = 2000
-#: a measured accept length this far below the need is beyond the model's error
-_CLEAR = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +28,16 @@ class Forecast:
     def need(self) -> float:
         """Break-even accept length: cycle over plain step, medians."""
         return self.cycle_ms[0] / self.plain_ms[0]
+
+    @property
+    def need_low(self) -> float:
+        """5 % of it: the cycle's own spread, the plain step at its median."""
+        return self.cycle_ms[1] / self.plain_ms[0]
+
+    @property
+    def need_high(self) -> float:
+        """95 % of it."""
+        return self.cycle_ms[2] / self.plain_ms[0]
 
 
 def forecast(setup: Setup) -> Forecast | None:
@@ -166,26 +174,29 @@ def can_it_break_even(setup: Setup) -> Iterator[Hit]:
     subject = spec.text()
     known = setup.accept_length
     if known is not None:
-        verdict = f"; yours is {known:.2f}"
-        if known < _CLEAR * need:
-            yield error(subject, numbers + verdict + ": slower than no speculation",
-                        "fewer draft tokens, another draft, or no speculation")  # fmt: skip
-            return
-        if known < need:
+        verdict = f"{numbers}; yours is {known:.2f}"
+        if known < found.need_low:
+            yield error(
+                subject,
+                f"{verdict}: slower than no speculation",
+                "fewer draft tokens, another draft, or no speculation",
+            )
+        elif known < found.need_high:
+            likely = "probably slower" if known < need else "perhaps faster, perhaps slower"
             yield warning(
                 subject,
-                numbers + verdict + ": about as slow as no speculation or slower",
-                "measure against the baseline; fewer draft tokens",
+                f"{verdict}: {likely} than no speculation, the interval holds it",
+                "measure it against the baseline with the same options; fewer draft tokens",
             )
-            return
-        yield info(subject, numbers + verdict + ": it pays", "")
+        else:
+            yield info(subject, f"{verdict}: it pays", "")
         return
     largest = spec.steps + 1
     median, low, high = found.accept_length
-    if need > largest:
+    if found.need_low > largest:
         yield error(
             subject,
-            f"{numbers}, above the {largest} that {spec.steps} steps can ever give",
+            f"{numbers}, more than the {largest} that {spec.steps} steps can ever give",
             "no speculation at this load",
         )
     elif need > high:

@@ -260,3 +260,17 @@ def baseline_is_another_server(setup: Setup) -> Iterator[Hit]:
         yield info(
             "--enable-mixed-chunk", "inert: speculation switches mixed chunked prefill off", ""
         )
+
+
+@rule("spec-chain", "sgl-project/sglang#11948; speculation.md 1.3", "sglang")
+def chain_against_published_trees(setup: Setup) -> Iterator[Hit]:
+    """A chain asked for by name: papers measure trees, and on other data."""
+    spec = setup.speculation
+    if spec is None or spec.algorithm != "EAGLE3" or spec.given.get("topk") != 1:
+        return
+    yield info(
+        spec.text(),
+        "topk 1 is a chain; published EAGLE figures are of trees (at equal depth 21 to 24 % more "
+        "accept length, for 0.3 to 0.5 more speed-up) and of their own prompts and drafts",
+        "judge it against your own baseline with the same options, never against a paper",
+    )

@@ -62,6 +62,8 @@ def test_a_case_gets_its_findings_and_no_wrong_one(case: dict[str, Any], tmp_pat
     found = {finding.id for finding in findings}
     assert set(case.get("expect", ())) <= found
     assert not set(case.get("never", ())) & found
+    for rule_id, severity in case.get("severity", {}).items():
+        assert severity in {finding.severity for finding in findings if finding.id == rule_id}
     for rule_id, subject in case.get("expect_subject", {}).items():
         assert subject in {finding.subject for finding in findings if finding.id == rule_id}
 
@@ -86,3 +88,18 @@ def test_case_ids_are_unique_and_name_known_rules() -> None:
         named = [*case.get("expect", ()), *case.get("never", ()), *case.get("expect_subject", {})]
         assert named, case["id"]
         assert not set(named) - known, case["id"]
+
+
+def test_the_documentation_names_every_rule_and_the_findings_of_every_report() -> None:
+    load_rules()
+    text = (Path(__file__).parents[2] / "docs" / "lint.md").read_text()
+    cells = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
+    rows = {row[1].strip(): row[3] for row in cells if len(row) >= 4}
+    for rule_id in (*RULES, *(signature.id for signature in SIGNATURES)):
+        assert f"`{rule_id}`" in rows, rule_id
+    for case in CASES:
+        report = case.get("report")
+        if report is None or report == "design.md":
+            continue
+        for finding_id in case.get("expect", ()):
+            assert f"`{finding_id}`" in rows[report], case["id"]

@@ -124,16 +124,20 @@ def measured_speeds(context: StudyContext, concurrency: int) -> dict[str, tuple[
         MeasurementRow.failure_kind.is_(None),
         MeasurementRow.tokens_per_s.is_not(None),
     )
-    trials = {trial.id: trial for trial in context.trials if trial.state != "failed"}
+    # ids are hashes: once per trial, not once per repeat
+    trials = {
+        trial.id: (trial.knobs.id, trial) for trial in context.trials if trial.state != "failed"
+    }
     values: dict[str, list[float]] = {}
     first: dict[str, tuple[int, Knobs]] = {}
     with context.store.reading() as session:
         for trial_id, speed in session.execute(query):
-            trial = trials.get(trial_id)
-            if trial is None or speed is None:
+            known = trials.get(trial_id)
+            if known is None or speed is None:
                 continue
-            values.setdefault(trial.knobs.id, []).append(speed)
-            first.setdefault(trial.knobs.id, (trial.number, trial.knobs))
+            knobs_id, trial = known
+            values.setdefault(knobs_id, []).append(speed)
+            first.setdefault(knobs_id, (trial.number, trial.knobs))
     return {
         knobs_id: (first[knobs_id][0], statistics.median(speeds), first[knobs_id][1])
         for knobs_id, speeds in values.items()

@@ -16,7 +16,8 @@ _TYPICAL: Mapping[str, tuple[Scalar | None, ...]] = {
     "nccl.max_channels": (4, 16),
     "nccl.buffsize": (1 << 20, 16 << 20),
     "nccl.nthreads": (64, 256, 512),
-    "nccl.p2p_level": ("PIX", "PHB", "SYS"),
+    # the farthest level opens every path there is
+    "nccl.p2p_level": ("SYS",),
     "host.numa_bind": (False, True),
     "cuda_graph.decode": (False, True),
     "cuda_graph.draft": (False, True),
@@ -112,7 +113,7 @@ def _reason(name: str, predictor: Predictor, plans: Sequence[SizePlan], knobs: K
             "nccl.nthreads": (
                 f"only a cap: at {sizes} NCCL uses {max(p.threads for p in plans)} threads"
             ),
-            "nccl.p2p_level": "every path between these GPUs is used as by default",
+            "nccl.p2p_level": "it opens no path that is not used by default",
         }[name]
     if name.startswith("cuda_graph."):
         if predictor.machine.gpu is None:

@@ -107,7 +107,8 @@ def build(
         source = Checkpoint(Path(config.target.path))
         check_target(source, shapes.target)
     else:
-        source = RandomSource(target_tensor_shapes(shapes.target), config.seed, device)
+        names = target_tensor_shapes(shapes.target)
+        source = RandomSource(names, config.seed, device, dtype=dtype)
     weights = load_target(
         source,
         shapes.target,

@@ -274,6 +274,11 @@ def parse_config(data: Mapping[str, Any], *, allow_other_machine: bool = False) 
         raise invalid(_one_line(error)) from None
     made_on = config.machine_fingerprint or _document_fingerprint(data)
     if made_on is not None and not allow_other_machine and made_on != machine_fingerprint():
+        if made_on.startswith("sim:"):
+            raise invalid(
+                f"machine_fingerprint {made_on!r}: this file holds simulated measurements, not "
+                "those of a real machine; start with --allow-other-machine to use it all the same"
+            )
         raise invalid(
             f"machine_fingerprint {made_on!r} is another machine than this one "
             f"({machine_fingerprint()!r}): its measurements do not hold here; "

@@ -10,6 +10,7 @@ same). Legend as in ``engine.executor``; F = three captured hidden states, H the
 from collections.abc import Callable
 
 import torch
+from torch.nn.functional import pad
 
 from engine import synthetic
 from engine.config import SpeculationConfig
@@ -22,6 +23,8 @@ from engine.tree import Tree, draft
 
 #: prompt tokens in one forward
 PREFILL_CHUNK = 512
+#: lengths that a chunk is padded to on a GPU
+PREFILL_LENGTHS = (16, 64, 256, PREFILL_CHUNK)
 
 
 class Seeds:
@@ -84,12 +87,13 @@ class Cycle:
         slot_B = torch.tensor([sequence.slot])
         for start in range(0, len(prompt_T), PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, len(prompt_T))
+            padding = self._padded(stop - start, start) - (stop - start)
             order = Order(
-                token_BT=prompt_T[None, start:stop],
+                token_BT=pad(prompt_T[start:stop], (0, padding))[None],
                 slot_B=slot_B,
                 prefix_B=torch.tensor([start]),
                 want=self._want([sequence]) if stop == len(prompt_T) else "none",
-                last_only=True,
+                only_token=stop - start - 1,
                 keep=self._take_keep(),
             )
             forward, heads = self.executor.forward(order, NoTimer())
@@ -103,13 +107,24 @@ class Cycle:
             if self.speculation.method != "off":
                 assert forward.captured_NF is not None
                 self._extend(
-                    following_T[None].to(self.device),
+                    pad(following_T, (0, padding))[None].to(self.device),
                     forward.captured_NF[None],
                     slot_B.to(self.device),
                     torch.tensor([start], device=self.device),
                     torch.tensor([stop - start - 1], device=self.device),
                 )
             beat()
+
+    def _padded(self, num_tokens: int, start: int) -> int:
+        """Length a chunk is run at: on a GPU one of a few, since kernels are compiled by length.
+
+        What padding leaves in the caches lies past the prompt, where the next tokens overwrite it.
+        """
+        if self.device.type == "cpu":
+            return num_tokens
+        room = self.executor.model.cache_XSCGD.shape[2] - start
+        fitting = (n for n in PREFILL_LENGTHS if num_tokens <= n <= room)
+        return next(fitting, num_tokens)
 
     def _plain(self, sequences: list[Sequence]) -> int:
         order = Order(

@@ -103,7 +103,7 @@ class DraftModel:
         return out_NH
 
     def best(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """The likeliest draft id of each row (N), without writing logits where the ops are fused."""
+        """The likeliest draft id of each row (N); fused ops write no logits for it."""
         if not self.fused:
             return self.logits(hidden_NH).argmax(-1)
         token_N: torch.Tensor = self.ops.norm_linear_argmax(

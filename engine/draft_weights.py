@@ -110,7 +110,7 @@ def random_draft(
     device: torch.device,
 ) -> DraftWeights:
     """A head with random weights over the first ``draft_vocab`` tokens."""
-    source = RandomSource(draft_tensor_shapes(shape, "midlayer."), seed, device)
+    source = RandomSource(draft_tensor_shapes(shape, "midlayer."), seed, device, dtype=dtype)
     target_id_R = torch.arange(shape.draft_vocab)
     return _assemble(
         source, "midlayer.", None, target_embed_VH, target_id_R, dtype=dtype, device=device

@@ -47,8 +47,8 @@ class Order:
     prefix_B: torch.Tensor
     parent_BT: torch.Tensor | None = None
     want: Want = "best"
-    #: logits of the last token only (prefill), or of all tokens
-    last_only: bool = False
+    #: logits of this token of each sequence only (prefill); -1: of all tokens
+    only_token: int = -1
     keep: Keep | None = None
     phase: str = "decode"
 
@@ -135,9 +135,9 @@ class Executor:
         if order.want == "none":
             return None
         rows = None
-        if order.last_only:
+        if order.only_token >= 0:
             num_sequences, num_tokens = order.token_BT.shape
-            rows = torch.arange(1, num_sequences + 1, device=self.device) * num_tokens - 1
+            rows = torch.arange(num_sequences, device=self.device) * num_tokens + order.only_token
         logits_MR = self.model.logits(forward, rows)
         if order.want == "full":
             return self._gather_full(logits_MR)
@@ -192,7 +192,7 @@ class Executor:
                 num_tokens,
                 order.parent_BT is not None,
                 _WANTS.index(order.want),
-                order.last_only,
+                order.only_token,
                 kept,
                 longest,
             ]
@@ -219,7 +219,7 @@ class Executor:
         if kind == _RESIDENT:
             payload: list[int] = message[2:length].tolist()
             return payload
-        num_sequences, num_tokens, tree, want, last_only, kept, longest = message[
+        num_sequences, num_tokens, tree, want, only_token, kept, longest = message[
             2:_HEADER
         ].tolist()
         size = num_sequences * num_tokens
@@ -233,6 +233,6 @@ class Executor:
             prefix_B=prefix_B,
             parent_BT=parent_N.view(num_sequences, num_tokens) if tree else None,
             want=_WANTS[want],
-            last_only=bool(last_only),
+            only_token=only_token,
             keep=Keep(keep[0], keep[1], keep[3].view(kept, longest), keep[2]) if kept else None,
         )

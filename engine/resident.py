@@ -224,9 +224,7 @@ class Resident:
             start_B=integers(rows),
             captured_NF=captured,
             record_BX=integers(rows, 1 if plain else 2 * longest_path(spec)),
-            expert_LNK=integers(
-                shape.layers, rows * num_tokens, shape.experts_per_token, fill=-1
-            ),
+            expert_LNK=integers(shape.layers, rows * num_tokens, shape.experts_per_token, fill=-1),
         )
 
     def _segments(self, rows: int, buffers: Buffers) -> list[Segment]:

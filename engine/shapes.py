@@ -16,8 +16,15 @@ _SHAPES = Path(__file__).resolve().parent.parent / "studies" / "shapes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetShape:
-    """A Qwen3-MoE transformer."""
+    """A Mixture-of-Experts transformer of a known family (``model_type``)."""
 
+    family: str
+    #: query and key heads are normalised
+    qk_norm: bool
+    #: width of the family's dense layers, None where the config names none
+    dense_intermediate: int | None
+    #: layers of the whole model where ``layers`` is a slice of it
+    whole_layers: int
     vocab: int
     hidden: int
     layers: int
@@ -121,39 +128,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def target_shape(config_json: Path, *, sizes_only: bool = False) -> TargetShape:
-    """Parse a Qwen3-MoE config.json; raises ``EngineError`` (invalid) naming the key.
+    """Parse a Qwen3-MoE or Mixtral config.json; raises ``EngineError`` (invalid) naming the key.
 
     ``sizes_only``: weights will be random, so a file without ``rope_theta`` will do.
     """
     keys = _Keys(read_json(config_json), config_json)
-    keys.require("model_type", None, "qwen3_moe")
-    keys.require("hidden_act", "silu", "silu")
-    keys.require("attention_bias", False, False)
-    keys.require("use_sliding_window", False, False)
-    keys.require("decoder_sparse_step", 1, 1)
-    if keys.data.get("mlp_only_layers"):
+    family = keys.data.get("model_type")
+    if family not in ("qwen3_moe", "mixtral"):
         raise invalid(
-            f"{config_json}: mlp_only_layers {keys.data['mlp_only_layers']} is not supported; "
-            "known: []"
+            f"{config_json}: model_type {family!r} is not supported; known: 'qwen3_moe', 'mixtral'"
         )
-    shape = TargetShape(
-        vocab=keys.positive("vocab_size"),
-        hidden=keys.positive("hidden_size"),
-        layers=keys.positive("num_hidden_layers"),
-        heads=keys.positive("num_attention_heads"),
-        kv_heads=keys.positive("num_key_value_heads"),
-        head_dim=keys.positive("head_dim"),
-        moe_intermediate=keys.positive("moe_intermediate_size"),
-        # transformers 5 writes the count of experts under its second name
-        experts=keys.positive("num_experts", "num_local_experts"),
-        experts_per_token=keys.positive("num_experts_per_tok"),
-        renormalize=keys.get(bool, "norm_topk_prob"),
-        rms_eps=keys.get(float, "rms_norm_eps"),
-        rope_theta=keys.rope_theta(default=10_000.0 if sizes_only else None),
-        max_position=keys.positive("max_position_embeddings"),
-        tied_head=keys.get(bool, "tie_word_embeddings"),
-        eos_ids=_eos_ids(config_json.parent, keys.data),
-    )
+    keys.require("hidden_act", "silu", "silu")
+    shape = _qwen3(keys, sizes_only) if family == "qwen3_moe" else _mixtral(keys, sizes_only)
     if shape.heads % shape.kv_heads:
         raise invalid(
             f"{config_json}: num_key_value_heads {shape.kv_heads} does not divide "
@@ -165,6 +151,62 @@ def target_shape(config_json: Path, *, sizes_only: bool = False) -> TargetShape:
             f"num_experts {shape.experts}"
         )
     return shape
+
+
+def _qwen3(keys: _Keys, sizes_only: bool) -> TargetShape:
+    keys.require("attention_bias", False, False)
+    keys.require("use_sliding_window", False, False)
+    keys.require("decoder_sparse_step", 1, 1)
+    if keys.data.get("mlp_only_layers"):
+        raise invalid(
+            f"{keys.source}: mlp_only_layers {keys.data['mlp_only_layers']} is not supported; "
+            "known: []"
+        )
+    return TargetShape(
+        family="qwen3_moe",
+        qk_norm=True,
+        dense_intermediate=keys.data.get("intermediate_size"),
+        head_dim=keys.positive("head_dim"),
+        moe_intermediate=keys.positive("moe_intermediate_size"),
+        # transformers 5 writes the count of experts under its second name
+        experts=keys.positive("num_experts", "num_local_experts"),
+        renormalize=keys.get(bool, "norm_topk_prob"),
+        **_common_sizes(keys, sizes_only),
+    )
+
+
+def _mixtral(keys: _Keys, sizes_only: bool) -> TargetShape:
+    keys.require("sliding_window", None, None)
+    width = keys.positive("intermediate_size")
+    heads = keys.positive("num_attention_heads")
+    return TargetShape(
+        family="mixtral",
+        qk_norm=False,
+        dense_intermediate=width,
+        head_dim=keys.data.get("head_dim") or keys.positive("hidden_size") // heads,
+        moe_intermediate=width,
+        experts=keys.positive("num_local_experts", "num_experts"),
+        renormalize=True,
+        **_common_sizes(keys, sizes_only),
+    )
+
+
+def _common_sizes(keys: _Keys, sizes_only: bool) -> dict[str, Any]:
+    layers = keys.positive("num_hidden_layers")
+    return {
+        "vocab": keys.positive("vocab_size"),
+        "hidden": keys.positive("hidden_size"),
+        "layers": layers,
+        "whole_layers": layers,
+        "heads": keys.positive("num_attention_heads"),
+        "kv_heads": keys.positive("num_key_value_heads"),
+        "experts_per_token": keys.positive("num_experts_per_tok"),
+        "rms_eps": keys.get(float, "rms_norm_eps"),
+        "rope_theta": keys.rope_theta(default=10_000.0 if sizes_only else None),
+        "max_position": keys.positive("max_position_embeddings"),
+        "tied_head": keys.get(bool, "tie_word_embeddings"),
+        "eos_ids": _eos_ids(keys.source.parent, keys.data),
+    }
 
 
 def named_target_shape(name: str, layers: int | None) -> TargetShape:
@@ -225,7 +267,8 @@ def random_draft_shape(target: TargetShape, draft_vocab: int | None) -> DraftSha
         draft_vocab=vocab,
         hidden=target.hidden,
         target_hidden=target.hidden,
-        intermediate=4 * target.hidden,
+        # heads of a family take its dense width
+        intermediate=target.dense_intermediate or 4 * target.hidden,
         heads=target.heads,
         kv_heads=target.kv_heads,
         head_dim=target.head_dim,

@@ -24,8 +24,9 @@ class TargetLayer:
     input_norm_H: torch.Tensor
     #: rows: n query heads, g key heads, g value heads
     qkv_PH: torch.Tensor
-    q_norm_D: torch.Tensor
-    k_norm_D: torch.Tensor
+    #: None where the architecture normalises no heads (Mixtral)
+    q_norm_D: torch.Tensor | None
+    k_norm_D: torch.Tensor | None
     o_HQ: torch.Tensor
     post_norm_H: torch.Tensor
     router_EH: torch.Tensor
@@ -90,19 +91,32 @@ class RandomSource:
     """
 
     def __init__(
-        self, shapes: dict[str, tuple[int, ...]], seed: int, device: torch.device, std: float = 0.02
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        seed: int,
+        device: torch.device,
+        *,
+        std: float = 0.02,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.shapes, self.seed, self.device, self.std = shapes, seed, device, std
+        self.dtype = dtype
 
     def read(self, name: str) -> torch.Tensor:
         """Generate the whole tensor."""
         shape = self.shapes[name]
         if len(shape) == 1:
             return torch.ones(shape, device=self.device)
+        return self.normal(name, shape)
+
+    def normal(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Normal values for ``name``; on a GPU in the dtype they will be used in."""
         generator = torch.Generator(self.device)
         # the CPU generator takes 32 bits of its seed
         generator.manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
-        return torch.randn(shape, generator=generator, device=self.device).mul_(self.std)
+        dtype = self.dtype if self.device.type == "cuda" else torch.float32
+        out = torch.empty(shape, dtype=dtype, device=self.device)
+        return out.normal_(0.0, self.std, generator=generator)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Generate, then cut."""
@@ -113,8 +127,26 @@ class RandomSource:
         return self.read(name)[:, start:stop]
 
 
+@dataclass(frozen=True, slots=True)
+class _MoeNames:
+    """Where a layer keeps its router and its experts' three matrices."""
+
+    router: str
+    experts: str
+    gate: str
+    up: str
+    down: str
+
+
+_MOE_NAMES = {
+    "qwen3_moe": _MoeNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": _MoeNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+}
+
+
 def target_tensor_shapes(shape: TargetShape) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a Hugging Face Qwen3-MoE checkpoint and its shape."""
+    """Every tensor of the family's Hugging Face checkpoint and its shape."""
+    names = _MOE_NAMES[shape.family]
     h, d, i = shape.hidden, shape.head_dim, shape.moe_intermediate
     tensors: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (shape.vocab, h),
@@ -130,15 +162,16 @@ def target_tensor_shapes(shape: TargetShape) -> dict[str, tuple[int, ...]]:
             f"{at}.self_attn.k_proj.weight": (shape.kv_heads * d, h),
             f"{at}.self_attn.v_proj.weight": (shape.kv_heads * d, h),
             f"{at}.self_attn.o_proj.weight": (h, shape.heads * d),
-            f"{at}.self_attn.q_norm.weight": (d,),
-            f"{at}.self_attn.k_norm.weight": (d,),
-            f"{at}.mlp.gate.weight": (shape.experts, h),
+            f"{at}.{names.router}.weight": (shape.experts, h),
         }
+        if shape.qk_norm:
+            tensors[f"{at}.self_attn.q_norm.weight"] = (d,)
+            tensors[f"{at}.self_attn.k_norm.weight"] = (d,)
         for expert in range(shape.experts):
-            mlp = f"{at}.mlp.experts.{expert}"
-            tensors[f"{mlp}.gate_proj.weight"] = (i, h)
-            tensors[f"{mlp}.up_proj.weight"] = (i, h)
-            tensors[f"{mlp}.down_proj.weight"] = (h, i)
+            mlp = f"{at}.{names.experts}.{expert}"
+            tensors[f"{mlp}.{names.gate}.weight"] = (i, h)
+            tensors[f"{mlp}.{names.up}.weight"] = (i, h)
+            tensors[f"{mlp}.{names.down}.weight"] = (h, i)
     return tensors
 
 
@@ -189,19 +222,15 @@ def _load_layer(
     at, d = f"model.layers.{number}", shape.head_dim
     q_start, q_stop = place.span(shape.heads)
     kv_start, kv_stop = place.kv_span(shape.kv_heads)
-    i_start, i_stop = place.span(shape.moe_intermediate)
+    names = _MOE_NAMES[shape.family]
+
+    def norm(name: str) -> torch.Tensor | None:
+        return put(source.read(f"{at}.self_attn.{name}.weight")) if shape.qk_norm else None
 
     def heads(name: str, start: int, stop: int) -> torch.Tensor:
         return source.read_rows(f"{at}.self_attn.{name}.weight", start * d, stop * d)
 
-    def expert(e: int) -> tuple[torch.Tensor, torch.Tensor]:
-        mlp = f"{at}.mlp.experts.{e}"
-        gate = source.read_rows(f"{mlp}.gate_proj.weight", i_start, i_stop)
-        up = source.read_rows(f"{mlp}.up_proj.weight", i_start, i_stop)
-        down = source.read_columns(f"{mlp}.down_proj.weight", i_start, i_stop)
-        return put(torch.cat((gate, up))), put(down)
-
-    experts = [expert(e) for e in range(shape.experts)]
+    gate_up_EJH, down_EHI = _load_experts(source, shape, place, f"{at}.{names.experts}", put)
     qkv = torch.cat(
         (
             heads("q_proj", q_start, q_stop),
@@ -212,11 +241,37 @@ def _load_layer(
     return TargetLayer(
         input_norm_H=put(source.read(f"{at}.input_layernorm.weight")),
         qkv_PH=put(qkv),
-        q_norm_D=put(source.read(f"{at}.self_attn.q_norm.weight")),
-        k_norm_D=put(source.read(f"{at}.self_attn.k_norm.weight")),
+        q_norm_D=norm("q_norm"),
+        k_norm_D=norm("k_norm"),
         o_HQ=put(source.read_columns(f"{at}.self_attn.o_proj.weight", q_start * d, q_stop * d)),
         post_norm_H=put(source.read(f"{at}.post_attention_layernorm.weight")),
-        router_EH=put(source.read(f"{at}.mlp.gate.weight")),
-        gate_up_EJH=torch.stack([gate_up for gate_up, _ in experts]),
-        down_EHI=torch.stack([down for _, down in experts]),
+        router_EH=put(source.read(f"{at}.{names.router}.weight")),
+        gate_up_EJH=gate_up_EJH,
+        down_EHI=down_EHI,
     )
+
+
+def _load_experts(
+    source: Source,
+    shape: TargetShape,
+    place: Rank,
+    at: str,
+    put: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's share of a layer's experts, stacked: gate rows above up rows, and down."""
+    start, stop = place.span(shape.moe_intermediate)
+    if isinstance(source, RandomSource) and source.device.type == "cuda":
+        # one launch for all experts: a large model has tens of thousands of expert matrices
+        num, full, hidden = shape.experts, shape.moe_intermediate, shape.hidden
+        gate_up = source.normal(f"{at}.gate_up", (num, 2, full, hidden))[:, :, start:stop]
+        down = source.normal(f"{at}.down", (num, hidden, full))[:, :, start:stop]
+        return put(gate_up.flatten(1, 2)), put(down)
+    names = _MOE_NAMES[shape.family]
+    gate_ups, downs = [], []
+    for expert in range(shape.experts):
+        mlp = f"{at}.{expert}"
+        gate = source.read_rows(f"{mlp}.{names.gate}.weight", start, stop)
+        up = source.read_rows(f"{mlp}.{names.up}.weight", start, stop)
+        gate_ups.append(put(torch.cat((gate, up))))
+        downs.append(put(source.read_columns(f"{mlp}.{names.down}.weight", start, stop)))
+    return torch.stack(gate_ups), torch.stack(downs)

@@ -46,7 +46,7 @@ def _marginals(engine: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             slot_B=torch.tensor([0]),
             prefix_B=torch.tensor([0]),
             want="full",
-            last_only=True,
+            only_token=len(_PROMPT) + len(tokens) - 1,
         )
         _, heads = engine.executor.forward(order, NoTimer())
         return (heads.logits_MV[0].double() / _TEMPERATURE).softmax(-1)

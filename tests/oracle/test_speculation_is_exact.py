@@ -152,6 +152,8 @@ def test_counters_agree_with_each_other(engine: Any, requests: list[Request]) ->
 def test_phases_have_the_models_names_and_sum_to_the_cycle(
     engine: Any, requests: list[Request], values: dict[str, int] | None, terms: tuple[str, ...]
 ) -> None:
+    if engine.executor.resident is not None:
+        pytest.skip("resident cycles are timed by CUDA events")
     run = engine.runner.run(requests, OFF if values is None else _spec(**values), concurrency=2)
     assert set(run.phases_ms) == set(terms)
     assert sum(run.phases_ms.values()) == pytest.approx(run.cycle_ms, rel=0.02)

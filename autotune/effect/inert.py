@@ -76,9 +76,11 @@ def _floor(
 
 
 def _buffer(environment: Mapping[str, str], effects: Sequence[SizeEffect]) -> str | None:
-    listed = None
-    if "NCCL_PROTO" in environment:
-        listed = parse_list("NCCL_PROTO", environment["NCCL_PROTO"], PROTOCOLS)
+    try:
+        listed = parse_list("NCCL_PROTO", environment.get("NCCL_PROTO", ""), PROTOCOLS)
+    except ValueError:
+        # another verdict says that NCCL refuses the list
+        return None
     if listed is not None and not listed[2]:
         return (
             "it sizes the buffers of the Simple protocol only, and "

@@ -57,8 +57,7 @@ def judge_log(
 ) -> Judgement:
     """Judge ``expected`` variables and every one that NCCL read.
 
-    ``sizes`` (bytes) replace those that the log shows. Raises ``ValueError`` for a setting that
-    NCCL itself refuses.
+    ``sizes`` (bytes) replace those that the log shows.
     """
     asked = dict(expected or {})
     stages = tuple(_stages(log, machine, tuple(sizes)))
@@ -188,7 +187,10 @@ def _denied_by_choices(
         text = asked if asked is not None else process.environment.get(name)
         if text is None:
             continue
-        listed = parse_list(name, text, elements)
+        try:
+            listed = parse_list(name, text, elements)
+        except ValueError as error:
+            return f"NCCL refuses it and makes no communicator: {error}", ()
         if listed is None:
             continue
         allowed = {e.lower() for e, on in zip(elements, listed, strict=True) if on}

@@ -134,6 +134,8 @@ def _flat(block: Mapping[str, Any]) -> dict[str, Any]:
     for section in ("cuda_graph", "host"):
         for name, value in (block.get(section) or {}).items():
             flat[f"{section}.{name}"] = value
+    if "device" in block:
+        flat["device"] = block["device"]
     if "tp" in block:
         flat["parallel.tp"] = block["tp"]
     if "max_concurrency" in block:

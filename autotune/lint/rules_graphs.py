@@ -16,6 +16,9 @@ _DECODE_SIZES = ("--cuda-graph-bs", "--cuda-graph-bs-decode")
 def graphs_turned_off(setup: Setup) -> Iterator[Hit]:
     """No graphs at all: hundreds of launches per forward are paid by the host."""
     command = setup.command
+    if command.text("device", "--device") == "cpu":
+        # nothing can be captured there
+        return
     off = [
         option
         for option in command.options

@@ -41,16 +41,22 @@ class Forecast:
 
 
 def forecast(setup: Setup) -> Forecast | None:
-    """The model's answer; None without machine, target or a drafting method that it knows."""
+    """The model's answer; None without machine, target or a drafting method that it knows.
+
+    Without speculation the cycle is that of the shortest chain; the plain step is what counts.
+    """
     spec, machine, target = setup.speculation, setup.machine, setup.target
-    if spec is None or machine is None or target is None or setup.tp is None:
+    if machine is None or target is None or setup.tp is None:
         return None
-    known = spec.algorithm in ("EAGLE3", "EAGLE", "MTP")
-    if not known or spec.steps is None or spec.topk is None or spec.draft_tokens is None:
-        return None
+    tree = (1, 1, 2)
+    if spec is not None:
+        known = spec.algorithm in ("EAGLE3", "EAGLE", "MTP")
+        if not known or spec.steps is None or spec.topk is None or spec.draft_tokens is None:
+            return None
+        tree = (spec.steps, spec.topk, spec.draft_tokens)
     if target.head_problem(setup.tp) or (machine.gpu is not None and setup.tp > machine.gpu.count):
         return None
-    sizes = (spec.steps, spec.topk, spec.draft_tokens, setup.tp, setup.concurrency or 1)
+    sizes = (*tree, setup.tp, setup.concurrency or 1)
     return _forecast(_Identity((machine, target)), sizes, _nccl_knobs(setup.env))
 
 
@@ -288,16 +294,20 @@ def slower_than_baseline(setup: Setup) -> Iterator[Hit]:
 def step_above_prediction(setup: Setup) -> Iterator[Hit]:
     """A measured step beyond the model's interval: something is there that physics does not ask."""
     speed, running = _measured(setup)
-    found, tau = forecast(setup), setup.accept_length
+    found = forecast(setup)
+    plain = setup.speculation is None
+    tau = 1.0 if plain else setup.accept_length
     if found is None or speed is None or tau is None:
         return
     cycle = running * tau * 1e3 / speed
-    if running == (setup.concurrency or 1) and cycle > 1.3 * found.cycle_ms[2]:
-        reduce = found.terms_ms.get("verify.allreduce", 0.0)
+    expected = found.plain_ms if plain else found.cycle_ms
+    if running == (setup.concurrency or 1) and cycle > 1.3 * expected[2]:
+        terms = found.plain_terms_ms if plain else found.terms_ms
+        reduce = terms.get("decode.allreduce" if plain else "verify.allreduce", 0.0)
         yield warning(
-            f"{cycle:.1f} ms a round",
-            f"predicted {found.cycle_ms[0]:.1f} ms (90 %: up to {found.cycle_ms[2]:.1f}), of which "
-            f"all-reduce {reduce:.1f} ms: {cycle - found.cycle_ms[0]:.1f} ms are unexplained, more "
+            f"{cycle:.1f} ms a {'step' if plain else 'round'}",
+            f"predicted {expected[0]:.1f} ms (90 %: up to {expected[2]:.1f}), of which "
+            f"all-reduce {reduce:.1f} ms: {cycle - expected[0]:.1f} ms are unexplained, more "
             "than NCCL settings could give back on a healthy host",
             "in this order: graph state, attention backend, MoE kernel for more than one token, "
             "then the all-reduce micro-benchmark and peer-to-peer faults",

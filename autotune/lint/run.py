@@ -82,6 +82,7 @@ def make_setup(request: Request) -> Setup:
         engine=request.engine,
         command=command,
         version=version,
+        line=tuple(words),
         env=env,
         speculation=resolve(command, target_name),
         machine=machine,

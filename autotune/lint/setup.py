@@ -28,6 +28,8 @@ class Setup:
     engine: str
     command: Command
     version: Version | None = None
+    #: the command line as given, wrappers in front included
+    line: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     speculation: Speculation | None = None
     machine: "Machine | None" = None

@@ -259,3 +259,22 @@ def test_an_empty_log_judges_nothing_as_effective() -> None:
     log = parse_nccl_stream(io.BytesIO(b"nothing of NCCL here\n"))
     (knob,) = judge_log(log, {"NCCL_PROTO": "LL"}).knobs
     assert knob.verdict == "unknown"
+
+
+def test_a_list_that_nccl_refuses_is_not_effective_and_judged_without_stopping(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "nccl.log"
+    path.write_text(
+        "\n".join(
+            prefixed(
+                INIT.format(rank=0, state="START"),
+                "NCCL_PROTO set by environment to LL64",
+                "NCCL_BUFFSIZE set by environment to 8388608.",
+            )
+        )
+    )
+    knobs = {knob.name: knob for knob in judge_log(parse_nccl_logs([path]), {}).knobs}
+    assert knobs["NCCL_PROTO"].verdict == "not effective"
+    assert "'LL64' is unknown" in knobs["NCCL_PROTO"].reason
+    assert knobs["NCCL_BUFFSIZE"].verdict == "unknown"

@@ -138,7 +138,8 @@ def _provenance(store: Store, history: History, levels: tuple[LevelBest, ...]) -
 def _fingerprint(provenance: Provenance | None, plan: Plan) -> str:
     if provenance is not None and provenance.machine_fingerprint:
         return provenance.machine_fingerprint
-    return plan.machine.fingerprint
+    # simulated measurements without provenance name no host that an engine could be on
+    return plan.machine.host_fingerprint or f"sim:{plan.machine.fingerprint}"
 
 
 def _options(provenance: Provenance | None, plan: Plan) -> LaunchOptions:

@@ -8,6 +8,7 @@ import numpy as np
 import psutil
 
 from autotune.errors import UserError
+from autotune.probe.run import choose_device, has_nvidia_gpu, quick_machine
 from autotune.schemas import Study
 from model.machine import Machine, load_machine
 
@@ -25,12 +26,35 @@ def study_machine(study: Study) -> Machine:
             return load_machine(study.machine)
         except ValueError as error:
             raise UserError(f"machine: {error}") from None
-    if study.backend.args.get("device") != "cpu" and _has_nvidia_gpu():
+    if study.backend.kind != "engine" and not has_nvidia_gpu():
+        # nothing is launched here, so that how fast torch launches does not matter
+        return cpu_machine()
+    wanted = study.backend.args.get("device", "auto")
+    device, num_gpus = choose_device(
+        wanted if wanted in ("cpu", "cuda") else "auto",
+        key="backend.args.device: cuda",
+        cpu="backend.args.device: cpu",
+    )
+    return quick_machine(device, num_gpus)
+
+
+def check_host(study: Study, machine: Machine) -> None:
+    """Refuse to measure here with the description of another host.
+
+    Predictions would be for that host and measurements of this one. A description that no probe
+    made (``host_fingerprint`` null) is taken at its word. Raises ``UserError``.
+    """
+    if study.backend.kind != "engine" or machine.host_fingerprint is None:
+        return
+    from autotune.backends.engine_backend import host_fingerprint
+
+    here = host_fingerprint()
+    if machine.host_fingerprint != here:
         raise UserError(
-            "machine: auto describes CPU hosts only and this host has a GPU; run `autotune probe "
-            "-o machine.yaml` and write machine: machine.yaml (or backend.args.device: cpu)"
+            f"machine: {machine.name} was probed on host {machine.host_fingerprint}, this is host "
+            f"{here}, and backend engine measures here; use machine: auto or a file that `autotune "
+            f"probe` wrote here, in a study of another name if this one has measurements"
         )
-    return cpu_machine()
 
 
 def cpu_machine() -> Machine:
@@ -99,10 +123,6 @@ def copy_gb_per_s() -> float:
         np.copyto(target, source)
         best = min(best, time.perf_counter() - start)
     return 2 * _COPY_BYTES / best / 1e9
-
-
-def _has_nvidia_gpu() -> bool:
-    return any(Path("/proc/driver/nvidia/gpus").glob("*"))
 
 
 def _num_sockets() -> int:

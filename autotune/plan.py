@@ -2,15 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
+from autotune.backends.base import BackendContext
+from autotune.backends.registry import create_backend
 from autotune.errors import UserError
-from autotune.hosts import study_machine
+from autotune.history import History
+from autotune.hosts import check_host, study_machine
 from autotune.modelling import StudyModel, target_shape
 from autotune.schemas import Study
 from autotune.space import Space, baseline_knobs, build_space
 from autotune.store.store import Store
 from autotune.store.views import StudyView
+from autotune.store.workers import is_alive
 from autotune.study_file import LoadedStudy, parse_study
 from autotune.workloads import study_workloads
 from model.machine import Machine
@@ -66,6 +71,58 @@ def _check_context(study: Study) -> None:
             f"tokens, but {target.name} allows {target.max_context} (max_position_embeddings); "
             f"shorten one of them"
         )
+
+
+def check_backend(plan: Plan) -> None:
+    """Refuse, before anything is stored or started, a backend that can't work here.
+
+    Raises ``UserError`` naming what the study asks for that this host or the backend cannot give.
+    """
+    context = BackendContext(
+        study=plan.study,
+        study_dir=plan.base_dir,
+        machine=plan.machine,
+        predictor=plan.model.predictor,
+        log_dir=Path.cwd() / "autotune-logs" / plan.study.name,
+    )
+    check_host(plan.study, plan.machine)
+    create_backend(plan.study.backend.kind, context).close()
+
+
+def create_or_join(loaded: LoadedStudy, plan: Plan, store: Store) -> tuple[StudyView, bool]:
+    """The study as it is stored, and whether this call stored it.
+
+    Another process may start the same study at the same moment: one stores it, the other joins.
+    """
+    found = store.find_study(plan.study.name)
+    if found is None:
+        try:
+            return create_study(loaded, plan, store), True
+        except UserError:
+            found = store.find_study(plan.study.name)
+            if found is None:
+                raise
+    return found, False
+
+
+def set_aside(view: StudyView, store: Store) -> str | None:
+    """Free the name of a study in which nothing was measured; its new name, or None if it was.
+
+    What failed stays on record. A corrected study file can then be started under its own name.
+    """
+    # imported here: it brings Optuna
+    from autotune.ledger import forget
+
+    now = datetime.now(UTC)
+    if any(is_alive(worker, now) for worker in store.workers(view.id)):
+        return None
+    if any(row.failure_kind is None for row in History.read(store, view.id).repeats):
+        return None
+    # no study file can have this name
+    name = f"{view.name}~{view.id}"
+    store.rename_study(view.id, name)
+    forget(store.url, view.name)
+    return name
 
 
 def create_study(loaded: LoadedStudy, plan: Plan, store: Store) -> StudyView:

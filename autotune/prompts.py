@@ -158,9 +158,8 @@ def load_prompts(
     elif name == "builtin:text":
         cut = _built_in_cutter(name, held_out_text(), HELD_OUT_TOPICS, tokenizer, input_len)
         names = [f"{doc}#{i}" for doc, n in HELD_OUT_TOPICS.items() for i in range(n)]
-    elif name.startswith("builtin:"):
-        raise UserError(f"unknown prompt set {name!r}; built in: builtin:code, builtin:text")
     else:
+        check_prompt_set(name)
         texts = _humaneval() if name == "humaneval" else read_jsonl(Path(name), tokenizer)
         names = list(texts)
         cut = _file_cutter(name, texts, tokenizer, input_len)
@@ -173,6 +172,19 @@ def load_prompts(
     token_ids = tuple(tuple(cut(prompt)) for prompt in names)
     digest = hashlib.sha256(json.dumps([names, token_ids]).encode()).hexdigest()
     return PromptSet(name=name, sha256=digest, token_ids=token_ids, prompt_names=tuple(names))
+
+
+def check_prompt_set(name: str) -> None:
+    """Refuse a prompt set that does not exist, without reading it. Raises ``UserError``."""
+    if name in ("builtin:code", "builtin:text", "humaneval"):
+        return
+    if name.startswith("builtin:"):
+        raise UserError(f"unknown prompt set {name!r}; built in: builtin:code, builtin:text")
+    if not Path(name).is_file():
+        raise UserError(
+            f"no prompt set {name!r}: not a file; "
+            "known: builtin:code, builtin:text, humaneval, or the path of a .jsonl file"
+        )
 
 
 def _code_windows() -> dict[str, int]:
@@ -278,11 +290,7 @@ def read_jsonl(path: Path, tokenizer: ModelTokenizer) -> dict[str, str]:
     through the model's chat template) or ``turns`` (public question files: the first turn is the
     prompt). Empty lines are skipped. Raises ``UserError`` naming file and line.
     """
-    if not path.is_file():
-        raise UserError(
-            f"no prompt set {str(path)!r}: not a file; "
-            "known: builtin:code, builtin:text, humaneval, or the path of a .jsonl file"
-        )
+    check_prompt_set(str(path))
     try:
         raw = path.read_bytes()
         lines = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")

@@ -150,6 +150,7 @@ class Constraints(Schema):
 
     #: output must equal the baseline's (or be a near-tie)
     lossless: StrictBool = True
+    #: per GPU, as the model predicts it: no backend reports the memory in use
     max_memory_gib: Positive | None = None
 
 
@@ -200,7 +201,8 @@ class Study(Schema):
     space: dict[str, tuple[Scalar, ...]]
     budget: Budget
     measure: Measure = Measure()
-    seed: StrictInt = 0
+    #: what numpy, Optuna and torch all take, with room for the offsets of trials and requests
+    seed: Annotated[StrictInt, Field(ge=0, le=2**31 - 1)] = 0
     #: SQLAlchemy URL; None: autotune.db in the current folder
     database: StrictStr | None = None
 

@@ -28,6 +28,7 @@ _SPECULATION = (
     "cuda_graph.verify",
     "cuda_graph.extend",
 )
+_METHOD = _SPECULATION[0]
 _COLLECTIVES = ("collectives.backend", *(name for name in KNOB_FIELDS if name.startswith("nccl.")))
 #: all-reduce implementations that need GPUs
 _GPU_COLLECTIVES = ("nccl", "one_shot", "two_shot", "symmetric")
@@ -142,7 +143,9 @@ def build_space(
     """
     inert: list[Inert] = []
     dropped: Counter[str] = Counter()
-    effective = _on_host(_completed(listed), host, inert, dropped)
+    complete = _completed(listed)
+    _refuse_contradictions(complete)
+    effective = _on_host(complete, host, inert, dropped)
     blocks = []
     for names in _block_names(effective):
         rows = _rows(names, effective, tp_problem, dropped)
@@ -186,6 +189,30 @@ def _completed(listed: Mapping[str, tuple[Scalar, ...]]) -> dict[str, tuple[Scal
                 "such as {int: [2, 16]}"
             )
     return complete
+
+
+def _refuse_contradictions(listed: Mapping[str, tuple[Scalar, ...]]) -> None:
+    """Refuse lists that contradict one another on any machine, even where they are inert here.
+
+    A study file is often written on one host for another: NCCL settings that no NCCL can take, or
+    a chain's length that no listed number of steps has, are mistakes wherever they stand.
+    """
+    nccl = {name: values for name, values in listed.items() if name.startswith("nccl.")}
+    if nccl:
+        carried = {"collectives.backend": ("nccl",), **nccl}
+        _rows(tuple(carried), carried, lambda tp: None, Counter())
+    steps = listed.get("speculation.steps", ())
+    tokens = listed.get("speculation.draft_tokens")
+    only_chains = set(listed.get("speculation.topk", ())) == {1}
+    speculates = "eagle3" in listed["speculation.method"]
+    if speculates and only_chains and tokens is not None:
+        lengths = sorted({int(count) + 1 for count in steps})
+        if not set(lengths) & set(tokens):
+            raise UserError(
+                f"space.speculation.draft_tokens: {_listing(tokens)} is impossible: with topk 1 a "
+                f"chain has steps + 1 = {', '.join(map(str, lengths))} tokens (root included); "
+                f"list these, or leave draft_tokens out"
+            )
 
 
 def _on_host(
@@ -260,10 +287,16 @@ def _rows(
             continue
         resolved = knobs.values()
         rows[tuple(resolved[name] for name in names)] = None
-    if not rows:
+    # a study that lists speculation must not end as plain decoding alone without a word
+    kept = {row[names.index(_METHOD)] for row in rows} if _METHOD in own else set()
+    missing = [method for method in listed.get(_METHOD, ()) if kept and method not in kept]
+    if not rows or missing:
         reason, _ = reasons.most_common(1)[0]
         listing = "; ".join(f"{name}: {_listing(listed[name])}" for name in own)
-        raise UserError(f"space: no combination is possible: {reason} ({listing}); widen a list")
+        which = f" with {_METHOD} {missing[0]}" if missing else ""
+        raise UserError(
+            f"space: no combination{which} is possible: {reason} ({listing}); widen a list"
+        )
     dropped.update(reasons)
     return tuple(rows)
 

@@ -30,7 +30,7 @@ from autotune.store.store import Store
 from autotune.store.views import NoiseFloor, StudyView, TrialView
 from autotune.store.workers import is_alive
 from autotune.trial_values import objective_values
-from model.spec import Knobs
+from model.spec import Knobs, Prediction
 
 #: a trial whose worker died this often is failed instead of tried again
 _MAX_ATTEMPTS = 3
@@ -105,6 +105,7 @@ class StudyRun:
             on_repeat=self._on_repeat,
             num_taken=taken,
         )
+        self.budget.session_repeat_s = self.bench.mean_repeat_s
         self.claims = Claims(
             self.store,
             self.ledger,
@@ -116,6 +117,9 @@ class StudyRun:
         try:
             self.model.learn(self.store, self.view.id)
             self._references()
+            warning = self.budget.too_short(History.read(self.store, self.view.id))
+            if warning is not None and not history.num_finished:
+                self.progress.note(warning)
             ended = self._explore(backend)
             self._finals()
         except StopRequestedError as stop:
@@ -133,6 +137,7 @@ class StudyRun:
             self._show_floors()
             return
         self.progress.stage("baseline and A/A pair", self.plan.baseline)
+        self._predict(base)
         failures = self._arms(base, again, 1)
         if failures == (None, None):
             failures = self._arms(
@@ -229,11 +234,7 @@ class StudyRun:
             for level, result in leaders(history, self.study).items()
             if result.summary(level) is not None
         }
-        predictions = self.model.predict(trial.knobs)
-        stored = self.store.predictions(self.view.id).get(trial.id, {})
-        for level, prediction in predictions.items():
-            if level not in stored:
-                self.store.add_prediction(trial.id, prediction)
+        predictions = self._predict(trial)
         self.progress.trial(
             trial, predictions, best, self.budget.time_left_s(), history.num_finished
         )
@@ -243,6 +244,15 @@ class StudyRun:
         self._finish(trial, failure)
         self._trial_seconds.append(time.monotonic() - started)
         self.model.learn(self.store, self.view.id)
+
+    def _predict(self, trial: TrialView) -> dict[int, Prediction]:
+        """What the model expects of a trial by level, stored before it is measured."""
+        predictions = self.model.predict(trial.knobs)
+        stored = self.store.predictions(self.view.id).get(trial.id, {})
+        for level, prediction in predictions.items():
+            if level not in stored:
+                self.store.add_prediction(trial.id, prediction)
+        return predictions
 
     def _claim_proposal(self, proposal: Proposal, history: History) -> TrialView | None:
         known = history.by_knobs.get(proposal.knobs.id)
@@ -352,8 +362,19 @@ class StudyRun:
         """Without a baseline nothing can be compared: the study ends."""
         text = f"the baseline can't be measured: {failure.kind} at {failure.stage}: "
         kind = UserError if failure.kind == "invalid" else AutotuneError
-        log = f"; the end of the log: {failure.log_tail[-300:]}" if failure.log_tail else ""
-        raise kind(text + failure.message + " ".join(log.split("\n")))
+        raise kind(text + failure.message + _way_out(failure))
+
+
+def _way_out(failure: Failure) -> str:
+    """What a user can do about a failed baseline, and the last words of its log."""
+    ways = {
+        "oom": "; lower workload.concurrency, input_len or output_len, or spread over more ranks",
+        "hang": "; backend.args.timeout_s is how long a silent worker is waited for",
+    }
+    lines = [" ".join(line.split()) for line in failure.log_tail.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    told = not last or last[:60] in failure.message or failure.message[-60:] in last
+    return ways.get(failure.kind, "") + ("" if told else f"; its log ends: {last[-200:]}")
 
 
 class _Forecaster:

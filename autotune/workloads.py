@@ -2,6 +2,7 @@
 
 import hashlib
 
+from autotune.prompts import check_prompt_set
 from autotune.schemas import Study
 from model.spec import Workload
 
@@ -41,4 +42,5 @@ def _prompts_sha256(study: Study) -> str:
         from autotune.backends.engine_args import study_prompts
 
         return study_prompts(study, num_prompts(study)).sha256
+    check_prompt_set(study.workload.prompts)
     return hashlib.sha256(study.workload.prompts.encode()).hexdigest()

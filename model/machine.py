@@ -169,6 +169,9 @@ class Machine(Schema):
     #: ("gpu", "gpu.l2_mib", "topology.links.pcie")
     sources: Mapping[str, str]
     measured: Measured = Measured()
+    #: the fingerprint that the engine computes on the host which a probe described; null for a
+    #: host that was written down from data sheets or reports, and was never probed
+    host_fingerprint: str | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -233,10 +236,12 @@ class Machine(Schema):
 
     @property
     def fingerprint(self) -> str:
-        """12 hex digits that name the hardware: GPUs, CPU and topology, not rates or versions.
+        """12 hex digits that name this description: GPUs, CPU and topology, not rates or versions.
 
         Measured rates and installed versions differ from day to day on one host, so they are not
-        part of it; whether peer traffic is forced through host memory is.
+        part of it; whether peer traffic is forced through host memory is. Calibrations and caches
+        go by it. Which host measurements were taken on is ``host_fingerprint``, and that is what
+        provenance and best-config files carry.
         """
         gpu = None
         if self.gpu is not None:
@@ -251,6 +256,14 @@ class Machine(Schema):
         forced = self.p2p.forced_through_host or not self.p2p.possible
         text = json.dumps([gpu, cpu, nodes, links, forced], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def is_named_by(self, machine_fingerprint: str) -> bool:
+        """Whether a ``machine_fingerprint`` of provenance or of a best-config file is this one.
+
+        Real measurements carry the host's; simulated ones ``sim:`` and the description's.
+        """
+        simulated = f"sim:{self.fingerprint}"
+        return machine_fingerprint in (self.host_fingerprint, simulated, self.fingerprint)
 
 
 def load_machine(path: str | Path) -> Machine:

@@ -13,6 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from pydantic import BaseModel, ValidationError
+
+from autotune.errors import UserError
 from autotune.records import Failure, Health, Measurement, Provenance
 from model.spec import Knobs, Scalar, Workload
 
@@ -102,6 +105,21 @@ class Backend(Protocol):
     def close(self) -> None:
         """Stop everything that ``open`` started: processes, ports, device memory."""
         ...
+
+
+def argument_problems(error: ValidationError, schema: type[BaseModel]) -> UserError:
+    """One line for each problem of ``backend.args``: the key, the value, what is known there."""
+    problems = []
+    for problem in error.errors():
+        key = ".".join(("backend.args", *(str(part) for part in problem["loc"])))
+        if problem["type"] == "extra_forbidden":
+            names = schema.model_fields if len(problem["loc"]) == 1 else ()
+            known = f"; known: {', '.join(names)}" if names else ""
+            problems.append(f"{key}: unknown argument{known}")
+        else:
+            text = problem["msg"].removeprefix("Value error, ")
+            problems.append(f"{key}: {text} (got {problem['input']!r})")
+    return UserError.of_problems(problems)
 
 
 def require_open(backend: Backend, opened: Group | None, knobs: Knobs) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictInt, ValidationError
 
-from autotune.backends.base import BackendContext
+from autotune.backends.base import BackendContext, argument_problems
 from autotune.errors import UserError
 from autotune.launch import launch_mapping
 from autotune.prompts import PromptSet, load_prompts
@@ -66,13 +66,7 @@ def resolve(context: BackendContext) -> Resolved:
     try:
         args = EngineArgs.model_validate(study.backend.args)
     except ValidationError as error:
-        problems = []
-        for problem in error.errors():
-            key = ".".join(("backend.args", *(str(part) for part in problem["loc"])))
-            known = f"; known: {', '.join(EngineArgs.model_fields)}"
-            extra = known if problem["type"] == "extra_forbidden" else ""
-            problems.append(f"{key}: {problem['msg']} (got {problem['input']!r}){extra}")
-        raise UserError.of_problems(problems) from None
+        raise argument_problems(error, EngineArgs) from None
     num_gpus = visible_gpus()
     if args.device == "cuda" and num_gpus == 0:
         raise UserError(

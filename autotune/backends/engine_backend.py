@@ -350,6 +350,11 @@ def _failure(error: EngineError, stage: str) -> Failure:
     )
 
 
+def host_fingerprint() -> str:
+    """What the engine calls this host: machine files, provenance and best configs carry it."""
+    return machine_fingerprint()
+
+
 def bench_allreduce(
     config: Mapping[str, Any], sizes_bytes: Sequence[int], repeats: int
 ) -> tuple[dict[int, tuple[float, ...]], str | None]:

@@ -16,6 +16,7 @@ from autotune.backends.base import (
     BackendContext,
     BackendFailure,
     Group,
+    argument_problems,
     failed_measurement,
     require_open,
 )
@@ -82,12 +83,7 @@ class SimBackend:
         try:
             self._args = SimArgs.model_validate(context.study.backend.args)
         except ValidationError as error:
-            raise UserError.of_problems(
-                [
-                    f"backend.args.{'.'.join(map(str, p['loc']))}: {p['msg']} (got {p['input']!r})"
-                    for p in error.errors()
-                ]
-            ) from None
+            raise argument_problems(error, SimArgs) from None
         self._seed = context.study.seed if self._args.seed is None else self._args.seed
         self._study = context.study
         self._machine = context.machine
@@ -215,7 +211,8 @@ class SimBackend:
         return collect_provenance(
             {"backend": self.name, "seed": self._seed, "args": self._args.model_dump(mode="json")},
             device="none",
-            machine_fingerprint="" if self._machine is None else self._machine.fingerprint,
+            # no engine may take simulated numbers for those of its own host
+            machine_fingerprint="" if self._machine is None else f"sim:{self._machine.fingerprint}",
             unknown={"ranks": reason, "health": reason},
         )
 

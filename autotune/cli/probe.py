@@ -64,6 +64,7 @@ def probe(
             {
                 "machine": machine.to_dict(),
                 "fingerprint": machine.fingerprint,
+                "host_fingerprint": machine.host_fingerprint,
                 "file": None if output is None else str(output),
                 "skipped": timings.skipped,
             }
@@ -97,7 +98,7 @@ def _check_writable(output: Path, force: bool) -> None:
 def _write(output: Path, machine: Machine) -> None:
     values: dict[str, Any] = machine.to_dict()
     text = (
-        f"# Written by autotune probe; fingerprint {machine.fingerprint}. Rates: GB/s = 10^9 B/s.\n"
+        f"# Written by autotune probe on host {machine.host_fingerprint}. Rates: GB/s = 10^9 B/s.\n"
     )
     text += yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
     try:
@@ -136,7 +137,10 @@ def _print(machine: Machine, timings: Timings, output: Path | None) -> None:
         what = f"all-reduce {item.backend} x {item.num_ranks}, {_size(item.size_bytes)}"
         row(what, "us", item.time)
     console.print(table)
-    console.print(f"\nfingerprint {machine.fingerprint}")
+    console.print(
+        f"\nfingerprint of this host {machine.host_fingerprint}, "
+        f"of its description {machine.fingerprint}"
+    )
     if output is not None:
         console.print(f"wrote {output}; use it in a study: machine: {output}")
 

@@ -1,8 +1,10 @@
 """``autotune study``: start, resume, stop, status, list, report, best."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -42,24 +44,40 @@ def start(
 
     A study of this name that is there already is resumed when its file is the same.
     """
-    from autotune.plan import create_study, make_plan, stored_plan
-
     loaded = load_study(file, name=name)
     url = database_url(database, loaded.study.database)
-    plan = make_plan(loaded)
-    store = Store.create(url)
-    view = store.find_study(loaded.study.name)
+    from autotune.plan import check_backend, create_or_join, make_plan, set_aside, stored_plan
+
+    # a study that can't work leaves no database behind
+    view = Store.create(url).find_study(loaded.study.name) if Store.is_there(url) else None
+    if view is not None and view.text != loaded.source.text:
+        aside = set_aside(view, Store.create(url))
+        if aside is None:
+            _refuse_other_file(view.name)
+        stderr().print(f"nothing was measured in study {view.name} before; kept as {aside}")
+        view = None
     if view is None:
-        view = create_study(loaded, plan, store)
-    elif view.text != loaded.source.text:
-        raise UserError(
-            f"study {view.name!r} exists already in the database with another study file; resume "
-            f"it with `autotune study resume {view.name}`, or start under another --name"
-        )
+        if loaded.study.machine == "auto":
+            stderr().print("machine: auto: measuring memory and launches of this host")
+        plan = make_plan(loaded)
+        check_backend(plan)
+        view, created = create_or_join(loaded, plan, store := Store.create(url))
     else:
+        store, created = Store.create(url), False
+    if not created:
+        if view.text != loaded.source.text:
+            _refuse_other_file(view.name)
         plan = stored_plan(view)
+        check_backend(plan)
         stderr().print(f"study {view.name} is there already ({view.state}); going on with it")
     _work(plan, view, store, as_json, out)
+
+
+def _refuse_other_file(name: str) -> NoReturn:
+    raise UserError(
+        f"study {name!r} exists already in the database with another study file; resume "
+        f"it with `autotune study resume {name}`, or start under another --name"
+    )
 
 
 @app.command()
@@ -70,18 +88,21 @@ def resume(
     out: OutOption = None,
 ) -> None:
     """Go on with a study; a second process on the same study shares the work."""
-    from autotune.plan import stored_plan
+    from autotune.plan import check_backend, stored_plan
 
     store = Store.existing(database_url(database))
     view = store.study(name)
-    _work(stored_plan(view), view, store, as_json, out)
+    plan = stored_plan(view)
+    check_backend(plan)
+    _work(plan, view, store, as_json, out)
 
 
 def _work(plan: Any, view: StudyView, store: Store, as_json: bool, out: Path | None) -> None:
     """Run a study to its end, then show what it found."""
     from autotune.best import write_study_best
+    from autotune.ledger import ledger_errors
     from autotune.progress import Progress
-    from autotune.report import outcome_mapping, outcome_table
+    from autotune.report import outcome_mapping, show_outcome
     from autotune.stopping import StopFlag
     from autotune.study import StudyRun
 
@@ -96,7 +117,7 @@ def _work(plan: Any, view: StudyView, store: Store, as_json: bool, out: Path | N
     for item in plan.space.inert:
         console.print(f"  inert: {item.knob}: {item.reason}", soft_wrap=True)
     progress = Progress(console, plan.study.budget.measured_trials, levels)
-    with progress, flag.on_signals(progress.note):
+    with progress, flag.on_signals(progress.note), ledger_errors(store.engine.url):
         outcome = StudyRun(plan, view, store, progress, flag).run()
     values = outcome_mapping(outcome)
     if outcome.ended.startswith("stopped"):
@@ -115,9 +136,20 @@ def _work(plan: Any, view: StudyView, store: Store, as_json: bool, out: Path | N
         print_json({**values, "best_config": [str(item) for item in written]})
         return
     screen = stdout()
-    screen.print(outcome_table(outcome))
-    screen.print(f"{outcome.ended}; {outcome.verdict()}.", soft_wrap=True)
+    show_outcome(outcome, screen)
     screen.print(f"best config: {path}", soft_wrap=True)
+
+
+@contextmanager
+def _stopped_while_waiting(study: str) -> Iterator[None]:
+    """The study itself turns a stop into a result; before it began there is none."""
+    from autotune.measuring import StopRequestedError
+
+    try:
+        yield
+    except StopRequestedError as stop:
+        stderr().print(f"study {study}: {stop} while waiting for the machine; nothing was measured")
+        raise typer.Exit(_INTERRUPTED) from None
 
 
 @app.command()
@@ -177,22 +209,83 @@ def list_studies(database: DatabaseOption = None, as_json: JsonOption = False) -
 
 @app.command()
 def report(
-    name: NameArgument, database: DatabaseOption = None, as_json: JsonOption = False
+    name: NameArgument,
+    form: Annotated[
+        str | None, typer.Option("--format", "-f", help="html, md or json; else a short table.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="File to write; its suffix can be the format."),
+    ] = None,
+    database: DatabaseOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Show what a study found so far."""
+    """Show what a study found so far, in short or as a whole report."""
     from autotune.outcome import conclude
-    from autotune.report import outcome_mapping, outcome_table
+    from autotune.report import outcome_mapping, show_outcome
 
+    chosen = _report_format(form, out)
     store = Store.existing(database_url(database))
     view = store.study(name)
+    if chosen is not None:
+        _write_report(store, view, chosen, out, as_json)
+        return
     study = parse_study(view.text, view.label, view.base_dir, view.name).study
     outcome = conclude(store, view.id, study, f"study is {view.state}")
     if as_json:
         print_json(outcome_mapping(outcome))
+    else:
+        show_outcome(outcome, stdout())
+
+
+def _report_format(form: str | None, out: Path | None) -> str | None:
+    """The format asked for, or that of the file's suffix; None for the short table."""
+    by_suffix = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
+    if form is not None:
+        if form not in by_suffix.values():
+            raise UserError(f"--format {form!r} is unknown; known: html, md, json")
+        return form
+    if out is None:
+        return None
+    if out.suffix.lower() not in by_suffix:
+        raise UserError(f"--out {out}: name it .html, .md or .json, or give --format")
+    return by_suffix[out.suffix.lower()]
+
+
+def _write_report(
+    store: Store, view: StudyView, form: str, out: Path | None, as_json: bool
+) -> None:
+    import json
+
+    from autotune.reporting.content import gather
+
+    found = gather(store, view)
+    if form == "html":
+        from autotune.reporting.page import page
+
+        text = page(found)
+        # nobody reads HTML on a terminal
+        out = out or Path(f"{view.name}.report.html")
+    elif form == "md":
+        from autotune.reporting.markdown import markdown
+
+        text = markdown(found)
+    else:
+        from autotune.reporting.values import report_mapping
+
+        text = json.dumps(report_mapping(found), indent=2, default=str) + "\n"
+    if out is None:
+        typer.echo(text, nl=False)
         return
-    screen = stdout()
-    screen.print(outcome_table(outcome))
-    screen.print(f"{outcome.ended}; {outcome.verdict()}.", soft_wrap=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {out}: can't be written: {error.strerror}") from None
+    if as_json:
+        print_json({"study": view.name, "format": form, "file": str(out), "bytes": len(text)})
+    else:
+        stdout().print(f"report: {out}", soft_wrap=True)
 
 
 @app.command()

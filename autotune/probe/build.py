@@ -39,10 +39,12 @@ def build_machine(
     *,
     facts: Facts | None = None,
     devices: Path = PCI_DEVICES,
+    host_fingerprint: str | None = None,
 ) -> Machine:
     """This host with what was timed. Raises ``AutotuneError`` when a GPU can't be placed.
 
     ``facts``: what the doctor read of this host (read now without). ``devices``: its PCI devices.
+    ``host_fingerprint``: what the engine calls this host; a best-config file is bound to it.
     """
     date = datetime.now(UTC).date().isoformat()
     sockets = max(1, len(set(sockets_of_nodes().values())))
@@ -60,6 +62,7 @@ def build_machine(
         "p2p": {"possible": False},
         "software": {"nccl_version": timings.nccl_version, "has_nic": has_nic()},
         "measured": _measured(timings),
+        "host_fingerprint": host_fingerprint,
         "sources": _sources(timings, device, date),
     }
     if device == "cuda":

@@ -9,10 +9,13 @@ from autotune.probe.timings import Device, Timings, take
 from model.machine import Machine
 
 
-def choose_device(wanted: str) -> tuple[Device, int]:
+def choose_device(
+    wanted: str, *, key: str = "--device cuda", cpu: str = "--device cpu"
+) -> tuple[Device, int]:
     """(device, number of GPUs) for "auto", "cpu" or "cuda".
 
-    Raises ``UserError`` when GPUs are asked for and torch sees none.
+    ``key`` and ``cpu`` name where the user chose the device, and how to choose the CPU there.
+    Raises ``UserError`` when GPUs are asked for, or are in this host, and torch sees none.
     """
     from autotune.backends.engine_args import visible_gpus
 
@@ -21,10 +24,14 @@ def choose_device(wanted: str) -> tuple[Device, int]:
     count = visible_gpus()
     if count:
         return "cuda", count
-    if wanted == "cuda" or has_nvidia_gpu():
+    if wanted == "cuda":
         raise UserError(
-            "--device cuda: torch sees no GPU here; `autotune doctor` says why, --device cpu "
-            "probes the host without GPUs"
+            f"{key}: torch sees no GPU here; `autotune doctor` says why, {cpu} does without GPUs"
+        )
+    if has_nvidia_gpu():
+        raise UserError(
+            "this host has an NVIDIA GPU that torch cannot use; `autotune doctor` says why, "
+            f"{cpu} does without GPUs"
         )
     return "cpu", 0
 
@@ -43,8 +50,12 @@ def probe_machine(
     name: str | None = None,
 ) -> tuple[Machine, Timings]:
     """Time this host and describe it. ``report`` hears the name of each part before it starts."""
+    # imported here: it brings torch, which reading a machine file does without
+    from autotune.backends.engine_backend import host_fingerprint
+
     timings = take(device, num_gpus, report, quick=quick)
-    return build_machine(timings, device, name), timings
+    machine = build_machine(timings, device, name, host_fingerprint=host_fingerprint())
+    return machine, timings
 
 
 def quick_machine(device: Device = "cpu", num_gpus: int = 0) -> Machine:

@@ -79,9 +79,14 @@ def explain(error: BaseException, url: URL) -> AutotuneError:
     if "readonly" in message or "read-only" in message:
         return UserError(f"{where} can't be written; check the permissions or use --database")
     if "unable to open" in message:
-        folder = (sqlite_file(url) or Path()).resolve().parent
-        why = "is no folder" if not folder.is_dir() else "can't be written"
-        return UserError(f"{where} can't be opened: {folder} {why}; use --database sqlite:///FILE")
+        file = (sqlite_file(url) or Path()).resolve()
+        if file.is_dir():
+            why = f"{file} is a folder, not a file"
+        elif not file.parent.is_dir():
+            why = f"{file.parent} is no folder"
+        else:
+            why = f"{file if file.exists() else file.parent} can't be read and written"
+        return UserError(f"{where} can't be opened: {why}; use --database sqlite:///FILE")
     if "not a database" in message or "malformed" in message:
         return UserError(f"{where} is no (intact) SQLite file: {message}; use another --database")
     if "disk is full" in message or "disk I/O" in message:

@@ -27,6 +27,12 @@ class Store(StudyQueries, TrialQueries, EvidenceQueries, WorkerQueries):
         return cls(engine)
 
     @classmethod
+    def is_there(cls, url: str) -> bool:
+        """Whether the database may hold something: false for an SQLite file that is missing."""
+        path = sqlite_file(parse_url(url))
+        return path is None or path.exists()
+
+    @classmethod
     def existing(cls, url: str, busy_timeout_s: float = BUSY_TIMEOUT_S) -> "Store":
         """Open a database that must be there. Raises ``UserError`` when it is not."""
         parsed = parse_url(url)

@@ -76,6 +76,11 @@ class StudyQueries(Sessions):
                 _study_view(row) for row in session.scalars(select(StudyRow).order_by(StudyRow.id))
             ]
 
+    def rename_study(self, study_id: int, name: str) -> None:
+        """Give a study another name; what belongs to it goes by its id and stays."""
+        with self.write() as session:
+            session.execute(update(StudyRow).where(StudyRow.id == study_id).values(name=name))
+
     def set_state(
         self,
         study_id: int,
@@ -170,6 +175,16 @@ class StudyQueries(Sessions):
         )
         with self.reading() as session:
             return int(session.scalar(query) or 0)
+
+    def event_details(self, study_id: int, kind: str) -> list[dict[str, Any]]:
+        """What was noted of each event of a kind, oldest first."""
+        query = (
+            select(EventRow.detail)
+            .where(EventRow.study_id == study_id, EventRow.kind == kind)
+            .order_by(EventRow.id)
+        )
+        with self.reading() as session:
+            return list(session.scalars(query))
 
 
 def _study_view(row: StudyRow) -> StudyView:

@@ -264,13 +264,16 @@ def test_a_scaled_clock_really_waits(tmp_path: Path) -> None:
     made = sim_harness(tmp_path, clock=0.001, start_s=100.0)
     begun = time.monotonic()
     made.backend.open(made.backend.group(CHAIN))
-    assert 0.05 < time.monotonic() - begun < 1.0
+    # the simulated start lasts far longer than this; a busy host may sleep late
+    assert 0.05 < time.monotonic() - begun < 30.0
 
 
 @pytest.mark.parametrize(
     ("args", "match"),
     [
-        pytest.param({"noise": 1}, r"backend\.args\.noise: Extra", id="unknown"),
+        pytest.param(
+            {"noise": 1}, r"backend\.args\.noise: unknown argument; known: seed", id="unknown"
+        ),
         pytest.param({"noise_cv": "big"}, r"backend\.args\.noise_cv: .*'big'", id="type"),
         pytest.param({"failures": {"oom": 2.0}}, r"backend\.args\.failures\.oom", id="nested"),
     ],

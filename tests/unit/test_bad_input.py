@@ -1,0 +1,144 @@
+"""Mistakes in a study: each is one line that names value, place and way out, and leaves nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from study_files import CPU_MACHINE, ROOT, sim_study, write_study
+
+from autotune.cli.main import main
+from autotune.store.store import Store
+
+TINY = ROOT / "studies" / "models" / "tiny-moe"
+NCCL = {"nccl.min_channels": 16, "nccl.max_channels": 4}
+TREE = {
+    "speculation.method": ["off", "eagle3"],
+    "speculation.steps": 2,
+    "speculation.topk": 2,
+    "speculation.draft_tokens": [64, 100],
+}
+
+
+def cpu_study(**changes: Any) -> dict[str, Any]:
+    """A study on CPU ranks; ``space`` is added to the least one."""
+    space = {"speculation.method": ["off"], "parallel.tp": 2, "collectives.backend": "gloo"}
+    values = sim_study(machine=str(CPU_MACHINE), target={"path": str(TINY)}, draft=None)
+    values["draft"] = {"path": f"{TINY}-eagle3"}
+    values["workload"] = {**values["workload"], "input_len": 64, **changes.pop("workload", {})}
+    values["space"] = {**space, **changes.pop("space", {})}
+    return values | changes
+
+
+def start(folder: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], *more: str):
+    """Exit code and stderr of ``study start`` in ``folder``."""
+    file = write_study(folder, values)
+    with pytest.raises(SystemExit) as ended:
+        main(["study", "start", str(file), "-d", str(folder / "a.db"), *more])
+    return int(ended.value.code or 0), capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        pytest.param(
+            {"space": NCCL},
+            ["nccl.min_channels 16 is above nccl.max_channels 4", "widen a list"],
+            id="min-channels-above-max-even-where-nccl-is-inert",
+        ),
+        pytest.param(
+            {"space": {**TREE, "speculation.topk": 1}},
+            ["speculation.draft_tokens", "[64, 100]", "steps + 1 = 3", "leave draft_tokens out"],
+            id="chain-of-a-length-no-steps-have",
+        ),
+        pytest.param(
+            {"space": TREE},
+            ["speculation.method eagle3", "draft_tokens 64", "between 2 and 7", "widen a list"],
+            id="tree-that-never-fits-beside-plain-decoding",
+        ),
+        pytest.param(
+            {"workload": {"prompts": "builtin:poems"}},
+            ["'builtin:poems'", "builtin:code, builtin:text"],
+            id="unknown-prompts-on-a-backend-that-reads-none",
+        ),
+        pytest.param(
+            {"workload": {"prompts": "mine.jsonl"}},
+            ["mine.jsonl", "not a file", "builtin:code"],
+            id="missing-prompt-file",
+        ),
+        pytest.param({"seed": -5}, ["seed: -5", ">= 0"], id="negative-seed"),
+        pytest.param({"seed": 2**40}, [f"seed: {2**40}", "<= 2147483647"], id="huge-seed"),
+        pytest.param(
+            {"backend": {"kind": "tgi"}},
+            ["backend.kind", "'tgi'", "engine, replay, sim"],
+            id="unknown-backend",
+        ),
+        pytest.param(
+            {"backend": {"kind": "sim", "args": {"clok": 1}}},
+            ["backend.args.clok", "unknown argument", "clock"],
+            id="unknown-argument-of-a-backend",
+        ),
+        pytest.param(
+            {"backend": {"kind": "engine", "args": {"device": "cpuu"}}},
+            ["backend.args.device", "'cpuu'", "'cpu'"],
+            id="unknown-device",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_stores_nothing(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    parts: list[str],
+) -> None:
+    code, err = start(tmp_path, capsys, cpu_study(**changes))
+    lines = err.strip().splitlines()
+    assert (code, len(lines)) == (2, 1), err
+    assert all(part in lines[0] for part in parts), err
+    assert not (tmp_path / "a.db").exists()
+    assert not (tmp_path / "autotune-logs").exists()
+
+
+def test_a_folder_as_database_is_called_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, err = start(tmp_path, capsys, cpu_study(), "-d", str(tmp_path))
+    assert code == 2
+    assert f"{tmp_path} is a folder, not a file" in err
+
+
+def test_a_corrected_file_keeps_its_name_until_something_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = {"kind": "sim", "args": {"failures": {"start_crash": 1.0}, "slow_host_share": 0.0}}
+    code, err = start(tmp_path, capsys, cpu_study(backend=failing))
+    assert code == 1
+    assert "simulated crash" in err
+
+    code, err = start(tmp_path, capsys, cpu_study(space={"parallel.tp": 1}))
+    assert code == 0, err
+    store = Store.existing(str(tmp_path / "a.db"))
+    names = [view.name for view in store.studies()]
+    store.close()
+    assert names == ["sim~1", "sim"]
+
+    code, err = start(tmp_path, capsys, cpu_study(seed=7))
+    assert code == 2
+    assert "exists already" in err
+    assert "--name" in err
+
+
+def test_a_machine_file_of_another_host_is_refused_by_the_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(CPU_MACHINE.read_text() + "\nhost_fingerprint: 0123456789ab\n")
+    engine = {"kind": "engine", "args": {"device": "cpu"}}
+    code, err = start(tmp_path, capsys, cpu_study(machine=str(other), backend=engine))
+    assert code == 2
+    assert "probed on host 0123456789ab" in err
+    assert "autotune probe" in err

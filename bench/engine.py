@@ -16,11 +16,12 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from engine_stages import STAGES, run_stage
-
 ROOT = Path(__file__).resolve().parent.parent
+# this folder goes: here "engine" would be this file, not the package
+sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p).resolve() != ROOT / "bench")]
+
+from bench.engine_stages import STAGES, run_stage  # noqa: E402 - the path comes first
+
 _TAIL = 3000
 
 

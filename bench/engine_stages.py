@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from engine.api import Engine
 from engine.bench import random_prompts
 from engine.config import LaunchConfig, SpeculationConfig
@@ -124,18 +122,18 @@ def plain_rows(
 def stage_warm(emit: Emit) -> None:
     """Compile kernels for all sizes at once, in parallel, into Triton's cache."""
     code = (
-        "import sys; sys.path[:0] = [{root!r}, {bench!r}]\n"
-        "import engine_stages as s\n"
+        "import sys; sys.path.insert(0, {root!r})\n"
+        "import bench.engine_stages as s\n"
         "from engine.api import Engine\n"
         "with Engine(s.config(4, 64, draft={{'weights': 'random'}})) as e:\n"
         "    e.generate(s.requests({batch}, 6, 1), s.{spec}, concurrency={batch})\n"
         "print('ok')\n"
     )
-    here = Path(__file__).resolve().parent
+    root = Path(__file__).resolve().parent.parent
     jobs = [(1, "OFF"), (4, "OFF"), (16, "OFF"), (64, "OFF"), (1, "K3")]
     processes = []
     for batch, spec in jobs:
-        text = code.format(root=str(here.parent), bench=str(here), batch=batch, spec=spec)
+        text = code.format(root=str(root), batch=batch, spec=spec)
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-c", text],
@@ -152,6 +150,11 @@ def stage_warm(emit: Emit) -> None:
 def stage_q8(emit: Emit) -> None:
     """8 layers, the issue's four sizes."""
     plain_rows(emit, 8, (1, 4, 16, 64), 3, "8 layers")
+
+
+def stage_q8fused(emit: Emit) -> None:
+    """The same with the fused kernels for every dense weight."""
+    plain_rows(emit, 8, (1, 4, 16), 2, "8 layers, fused", environment={"AUTOTUNE_LINEAR": "fused"})
 
 
 def stage_q8pdl(emit: Emit) -> None:
@@ -321,7 +324,7 @@ def stage_tp2spec(emit: Emit) -> None:
 
 def stage_peer8(emit: Emit) -> None:
     """transformers on the same slice, eager and captured."""
-    from transformers_peer import peer_rows
+    from bench.transformers_peer import peer_rows
 
     peer_rows(emit, 8, (1, 4, 16, 64))
 
@@ -335,6 +338,7 @@ STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     "tiny": (stage_tiny, 90),
     "q48eager": (stage_q48eager, 60),
     "peer8": (stage_peer8, 80),
+    "q8fused": (stage_q8fused, 60),
     "q8pdl": (stage_q8pdl, 60),
     "q48pdl": (stage_q48pdl, 80),
     "tp2": (stage_tp2, 120),

@@ -9,6 +9,7 @@ the head's hidden size, R its vocabulary, M nodes of the draft tree forwarded so
 import torch
 import torch.nn.functional as F
 
+from engine.dense import Dense
 from engine.draft_weights import DraftWeights
 from engine.shapes import DraftShape
 from engine.target import FUSED_ROWS, FUSED_TOKENS, rope_tables
@@ -22,6 +23,7 @@ class DraftModel:
         self, shape: DraftShape, weights: DraftWeights, ops: OpSet, *, slots: int, rows: int
     ) -> None:
         self.shape, self.weights, self.ops = shape, weights, ops
+        self.dense = Dense(ops)
         #: whether forwards of few tokens use the fused ops
         self.fused = ops.name == "triton"
         fc = weights.fc_HF
@@ -97,16 +99,19 @@ class DraftModel:
             self.scale,
         )
         residual = normed_NH if shape.norm_before_residual else hidden_NH
-        x = ops.linear_add(o, weights.o_HQ, residual)
-        gate, up = ops.norm_linear(x, weights.post_norm_H, eps, weights.gate_up_JH).chunk(2, dim=-1)
-        out_NH: torch.Tensor = ops.linear_add(F.silu(gate) * up, weights.down_HI, x)
+        dense = self.dense
+        x = dense.linear_add(o, weights.o_HQ, residual)
+        gate, up = dense.norm_linear(x, weights.post_norm_H, eps, weights.gate_up_JH).chunk(
+            2, dim=-1
+        )
+        out_NH: torch.Tensor = dense.linear_add(F.silu(gate) * up, weights.down_HI, x)
         return out_NH
 
     def best(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """The likeliest draft id of each row (N); fused ops write no logits for it."""
         if not self.fused:
             return self.logits(hidden_NH).argmax(-1)
-        token_N: torch.Tensor = self.ops.norm_linear_argmax(
+        token_N: torch.Tensor = self.dense.norm_argmax(
             hidden_NH, self.weights.norm_H, self.shape.rms_eps, self.weights.head_RH
         )[0]
         return token_N

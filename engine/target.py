@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.collectives import Group
+from engine.dense import Dense
 from engine.shapes import TargetShape
 from engine.timing import Timer
 from engine.weights import TargetLayer, TargetWeights
@@ -75,6 +76,7 @@ class TargetModel:
         self.shape, self.weights, self.group, self.ops = shape, weights, group, ops
         self.capture_points = capture_points
         embed = weights.embed_VH
+        self.dense = Dense(ops)
         #: where set, every fused forward appends each layer's chosen experts
         self.expert_log: list[torch.Tensor] | None = None
         self.heads = shape.heads // group.tp
@@ -149,7 +151,9 @@ class TargetModel:
         for i, layer in enumerate(weights.layers):
             if i in self.capture_points:
                 captured.append(hidden_NH)
-            qkv_NP = ops.norm_linear(hidden_NH, layer.input_norm_H, shape.rms_eps, layer.qkv_PH)
+            qkv_NP = self.dense.norm_linear(
+                hidden_NH, layer.input_norm_H, shape.rms_eps, layer.qkv_PH
+            )
             o_NQ = ops.qkv_attention(
                 qkv_NP,
                 layer.q_norm_D,
@@ -165,7 +169,7 @@ class TargetModel:
                 self.scale,
             )
             # one rank carries the residual stream into the sum
-            hidden_NH = ops.linear_add(o_NQ, layer.o_HQ, hidden_NH if leads else None)
+            hidden_NH = self.dense.linear_add(o_NQ, layer.o_HQ, hidden_NH if leads else None)
             timer.mark(attention)
             self.group.all_reduce(hidden_NH)
             timer.mark(allreduce)
@@ -201,7 +205,7 @@ class TargetModel:
 
         Every rank compares the same gathered pairs, so all decide alike without a message.
         """
-        token_N, value_N = self.ops.norm_linear_argmax(
+        token_N, value_N = self.dense.norm_argmax(
             hidden_NH, self.weights.norm_H, self.shape.rms_eps, self.weights.head_RH
         )
         if self.group.tp == 1:

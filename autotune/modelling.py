@@ -162,16 +162,11 @@ def _acceptance_counts(knobs: Knobs, repeats: Sequence[Measurement]) -> list[Acc
                     topk=knobs.topk,
                     draft_tokens=knobs.draft_tokens,
                     num_verifies=counts.num_verifies,
-                    # depths that no accepted path ever reached count as zero
-                    accepted_by_depth=_padded(counts.accepted_by_depth, knobs.steps),
+                    accepted_by_depth=counts.accepted_by_depth,
                     accepted_by_depth_rank=counts.accepted_by_depth_rank,
                 )
             ]
     return []
-
-
-def _padded(counts: Sequence[int], length: int) -> tuple[int, ...]:
-    return (*counts, *(0,) * (length - len(counts)))[:length]
 
 
 def config_folder(ref: ModelRef) -> Path:

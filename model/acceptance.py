@@ -90,11 +90,7 @@ class AcceptanceModel:
         A chain's depth d is binomial among the verifies that reached depth d - 1; a tree's ranks
         share them as its model tree predicts, so ranks the budget left out do not count as misses.
         """
-        counts = [
-            c
-            for c in seen
-            if isinstance(c, AcceptanceCounts) and c.num_verifies > 0 and c.accepted_by_depth
-        ]
+        counts = [c for c in seen if isinstance(c, AcceptanceCounts) and c.num_verifies > 0]
         lengths = [c for c in seen if isinstance(c, AcceptLength)]
         useful: list[AcceptanceCounts | AcceptLength] = [*counts, *lengths]
         if not useful:
@@ -215,11 +211,13 @@ def _linearise(
 
 def _targets(count: AcceptanceCounts) -> tuple[Array, Array, Callable[[Array], Array]]:
     """(observed shares, number of trials of each, function of a rate table giving the shares)."""
-    reached = np.array((count.num_verifies, *count.accepted_by_depth), dtype=float)
-    depths = min(len(count.accepted_by_depth), count.steps, MAX_DEPTHS)
+    depths = min(count.steps, MAX_DEPTHS)
+    # counts end at the deepest depth that some path reached: deeper ones are zero, not unknown
+    counts = (*count.accepted_by_depth, *(0,) * depths)[:depths]
+    reached = np.array((count.num_verifies, *counts), dtype=float)
     depths = int(np.count_nonzero(reached[:depths] > 0))
     base = reached[:depths]
-    if count.topk == 1 or not count.accepted_by_depth_rank:
+    if count.topk == 1 or not _has_ranks(count, reached[1 : depths + 1]):
         seen = reached[1 : depths + 1] / base
         if count.topk == 1:
             return seen, base, lambda table: table[:depths, 0]
@@ -234,6 +232,12 @@ def _targets(count: AcceptanceCounts) -> tuple[Array, Array, Callable[[Array], A
         weight,
         lambda table: _conditional(table, count, depths)[:, :ranks].ravel(),
     )
+
+
+def _has_ranks(count: AcceptanceCounts, reached_D: Array) -> bool:
+    """Whether ranks are given at every depth that some path reached."""
+    given = len(count.accepted_by_depth_rank)
+    return bool(count.accepted_by_depth_rank) and not reached_D[given:].any()
 
 
 def _conditional(table: Array, count: AcceptanceCounts, depths: int) -> Array:

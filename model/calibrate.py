@@ -14,16 +14,19 @@ from model.constants import as_mapping, from_scale
 from model.machine import Machine
 from model.nccl.settings import NcclSettings
 from model.observations import AllreduceObservation, Observation, TermObservation
-from model.robust import Fit, robust_map
+from model.robust import Fit, following_map
 from model.step import SUB_TERMS, StepModel, StepRows
 
 Array = NDArray[Any]
 
-#: a term's formula is trusted to this, however often one knobs is repeated
-_TERM_FLOOR = 0.03
+#: an all-reduce's formula is trusted to this, however often one collective is repeated; a term's
+#: formula as far as the discrepancy of a cycle says
+_REDUCE_FLOOR = 0.03
 #: pseudo-observations behind the priors of the residual and of the slow mode's share
 _PRIOR_WEIGHT = 4.0
 _MODE_ROUNDS = 3
+#: misfit (log of Student-t terms) that the slow mode must save to be believed
+_SLOW_GAIN = 2.0
 #: spread of a probe row, relative
 _PROBE_SD = 0.05
 
@@ -49,9 +52,10 @@ def calibrate(
         raise ValueError("terms need the step model, all-reduce rows the machine's collectives")
     data = _Data(step, collectives, calibration, terms, reduces)
     x = calibration.x.copy()
-    modes = data.nearest_modes(x)
-    told = _told(calibration, data, modes)
-    precision = np.linalg.inv(calibration.covariance[np.ix_(told, told)])
+    # the fast mode is the rule: a host that is slower throughout has costlier launches
+    modes = np.zeros(data.values.size, dtype=bool)
+    told = _told(calibration, data)
+    prior = calibration.covariance[np.ix_(told, told)]
     for _ in range(_MODE_ROUNDS):
 
         def predict(part_DK: Array, slow: NDArray[np.bool_] = modes) -> Array:
@@ -59,9 +63,7 @@ def calibrate(
             whole[:, told] = part_DK
             return data.predict(whole, slow)
 
-        part = robust_map(
-            predict, data.values, data.rel_sds, calibration.x[told], precision, start_K=x[told]
-        )
+        part = following_map(predict, data.values, data.rel_sds, calibration.x[told], prior)
         x[told] = part.x
         previous, modes = modes, data.nearest_modes(x)
         if np.array_equal(previous, modes):
@@ -77,12 +79,15 @@ def calibrate(
     return _updated(calibration, fit, sources, fixed)
 
 
-def _told(calibration: Calibration, data: "_Data", slow_N: NDArray[np.bool_]) -> NDArray[np.intp]:
+def _told(calibration: Calibration, data: "_Data") -> NDArray[np.intp]:
     """Constants that some observation depends on, or that are tied to one by the covariance."""
     num = calibration.x.size
     probes = np.concatenate([np.zeros((1, num)), 0.3 * np.eye(num)])
-    moved = data.predict(calibration.x + probes, slow_N)
-    told = np.abs(np.log(moved[1:] / moved[0])).max(axis=1) > 1e-9
+    none = np.zeros(data.values.size, dtype=bool)
+    told = np.zeros(num, dtype=bool)
+    for modes in (none, ~none):
+        moved = data.predict(calibration.x + probes, modes)
+        told |= np.abs(np.log(moved[1:] / moved[0])).max(axis=1) > 1e-9
     told = told | (np.abs(calibration.covariance[told]) > 0).any(axis=0)
     index: NDArray[np.intp] = np.flatnonzero(told)
     return index
@@ -136,13 +141,14 @@ class _Data:
             for name, pairs_ in by_term.items()
         }
         self._reduces = list(reduces)
+        floor = calibration.constant("discrepancy").prior
         value = [float(np.exp(np.median(np.log([o.value_ms for o in g])))) for g in groups.values()]
         sd = [
-            float(np.hypot(np.mean([o.rel_sd for o in g]) / np.sqrt(len(g)), _TERM_FLOOR))
+            float(np.hypot(np.mean([o.rel_sd for o in g]) / np.sqrt(len(g)), floor))
             for g in groups.values()
         ]
         value += [o.time_us for o in reduces]
-        sd += [float(np.hypot(o.rel_sd, _TERM_FLOOR)) for o in reduces]
+        sd += [float(np.hypot(o.rel_sd, _REDUCE_FLOOR)) for o in reduces]
         self.values = np.array(value)
         self.rel_sds = np.array(sd)
 
@@ -183,12 +189,20 @@ class _Data:
         return self.predict(x[None], none)[0], self.predict(x[None], ~none)[0]
 
     def nearest_modes(self, x: Array) -> NDArray[np.bool_]:
-        """Which groups the slow host mode fits better (False where the modes agree)."""
+        """Which groups ran in the host's slow mode: all terms of one knobs are in the same."""
         fast, slow = (np.log(v) for v in self.modes(x))
         value = np.log(self.values)
-        # the fast mode is the rule: a slow reading must explain the value clearly better
-        margin = 0.25 * np.abs(slow - fast) + 1e-9
-        return np.asarray(np.abs(value - slow) + margin < np.abs(value - fast))
+        bound = np.abs(slow - fast) > 1e-9
+        cost = np.stack([np.log1p(((value - m) / self.rel_sds) ** 2 / 4.0) for m in (fast, slow)])
+        gain = np.where(bound, cost[0] - cost[1], 0.0)
+        rows = np.array([row for row, _, _ in self._groups], dtype=np.intp)
+        result = np.zeros(value.size, dtype=bool)
+        if rows.size:
+            by_row = np.bincount(rows, gain[: rows.size])
+            # the fast mode is the rule: a slow reading must explain the terms clearly better
+            result[: rows.size] = (by_row > _SLOW_GAIN)[rows] & bound[: rows.size]
+        result[rows.size :] = gain[rows.size :] > _SLOW_GAIN
+        return result
 
     def discrepancy(self, prior: float, x: Array, slow_N: NDArray[np.bool_]) -> float:
         """Relative residual of whole rows, shrunk towards the prior."""

@@ -69,6 +69,8 @@ def _row(
 
 
 _JUDGED = "judged; wide"
+_GATHER = "an all-gather is half an all-reduce; engines that gather only the best move less"
+_REPLICA = "servers split the draft over ranks; engines that keep it whole on each have none"
 _LAYERS = "moe-layer-published.csv"
 _STEP = "step-h200x2.jsonl (2 x H200, torch 2.11), widened for other hosts"
 
@@ -128,6 +130,8 @@ def _gpu_constants(machine: Machine) -> list[Constant]:
         _row("allreduce_factor", 1.0, "of the stand-alone time", 0.08, _STEP),
         _row("skew_us", 0.5, "us per collective and doubling of ranks", 1.0, _JUDGED),
         _row("draft_factor", 1.0, "of the modelled draft forward", 0.25, _JUDGED),
+        _row("gather_factor", 1.0, "of half an all-reduce of the logits", 0.4, _GATHER),
+        _row("draft_reduce_factor", 1.0, "of a tensor-parallel draft's collectives", 0.4, _REPLICA),
     ]  # fmt: skip
 
 
@@ -159,8 +163,11 @@ def _cpu_constants(machine: Machine) -> list[Constant]:
         _row("host_gap_spec_us", 300.0, "us per cycle", 1.0, _JUDGED),
         _row("host_gap_request_us", 30.0, "us per request", 1.0, _JUDGED),
         _row("allreduce_factor", 1.0, "of the stand-alone time", 0.3, _JUDGED),
-        _row("skew_us", 20.0, "us per collective and doubling of ranks", 1.2, _JUDGED),
+        _row("skew_us", 50.0, "us per collective and doubling of ranks", 1.8,
+             "ranks that share cores wait for each other's time slices: 10 us to ms; judged"),
         _row("draft_factor", 1.0, "of the modelled draft forward", 0.35, _JUDGED),
+        _row("gather_factor", 0.5, "of half an all-reduce of the logits", 1.5, _GATHER),
+        _row("draft_reduce_factor", 0.3, "of a tensor-parallel draft's collectives", 1.5, _REPLICA),
     ]  # fmt: skip
 
 

@@ -152,6 +152,11 @@ class StepModel:
         result: Array = in_step_us(table, tp, c)[:, inverse]
         return result
 
+    def _gather(self, rows: StepRows, bytes_U: Array, c: Constants) -> Array:
+        """All-gather of logits: the second half of a ring all-reduce, where it is whole."""
+        result: Array = 0.5 * c["gather_factor"] * self._allreduce(rows, bytes_U, c)
+        return result
+
     def message_sizes(self, trees: Sequence[tuple[str, int, int, int]], requests: int) -> list[int]:
         """Bytes of every all-reduce that steps of these trees run, ascending."""
         shape, sizes = self.target, set()
@@ -217,7 +222,7 @@ class StepModel:
         count = shape.allreduces_per_forward + 1
         rows_bytes = tokens * rows.requests * width
         one = self._allreduce(rows, rows_bytes, c)
-        gather = 0.5 * self._allreduce(rows, rows_bytes * shape.vocab / shape.hidden, c)
+        gather = self._gather(rows, rows_bytes * shape.vocab / shape.hidden, c)
         launch, collective = launch_us(rows, c, False)
         host = sum(compute.kernel_counts(shape).values()) * launch
         host = host + np.where(rows.tp > 1, (count + 1) * collective, 0.0)
@@ -234,8 +239,7 @@ class StepModel:
         width = shape.allreduce_bytes_per_token
         count = shape.allreduces_per_forward + 1
         one = self._allreduce(rows, f.tokens * width, c)
-        # an all-gather of the logits is the second half of a ring all-reduce
-        gather = 0.5 * self._allreduce(rows, f.tokens * shape.vocab * width / shape.hidden, c)
+        gather = self._gather(rows, f.tokens * shape.vocab * width / shape.hidden, c)
         device_us = {
             "attention": compute.attention_us(shape, f, device, c),
             "moe": compute.moe_us(shape, f, device, c),
@@ -290,9 +294,10 @@ class StepModel:
         )
         width = 4 if draft.weight_format == "fp32" else 2
         one = self._allreduce(rows, f.tokens * draft.hidden * width, c)
-        gather = 0.5 * self._allreduce(rows, f.tokens * draft.draft_vocab * width, c)
+        gather = self._gather(rows, f.tokens * draft.draft_vocab * width, c)
         forward = compute.draft_forward_us(draft, f, self.device(tp), c)
-        result: Array = forward + (2 * draft.layers + 1) * one + gather
+        reduces = (2 * draft.layers + 1) * one + gather
+        result: Array = forward + c["draft_reduce_factor"] * reduces
         return result
 
     def _draft_host(self, rows: StepRows, c: Constants, slow: bool) -> Array:

@@ -45,6 +45,7 @@ def phases_of(
             assert step.draft is not None
             draft_bytes = float(per_request * workload.concurrency * step.draft.hidden * width)
             reduce_us = step.reduce_us(knobs, draft_bytes, c) if knobs.tp > 1 else 0.0
+            reduce_us *= calibration["draft_reduce_factor"]
             shape = _DraftPhase(
                 name=phase,
                 forwards=forwards,

@@ -34,9 +34,10 @@ class DraftTree:
         return 1.0 + float(self.path[: draft_tokens - 1].sum())
 
     def accepted_table(self, draft_tokens: int, num_depths: int, num_ranks: int) -> Array:
-        """Probability that the accepted path holds a node of (depth, rank)."""
+        """Probability that the accepted path holds a node of (depth, rank), within the table."""
         table = np.zeros((num_depths, num_ranks))
-        kept = slice(0, draft_tokens - 1)
+        kept = np.arange(self.path.size) < draft_tokens - 1
+        kept &= (self.depth < num_depths) & (self.rank < num_ranks)
         np.add.at(table, (self.depth[kept], self.rank[kept]), self.path[kept])
         return table
 

@@ -177,3 +177,31 @@ def test_published_tree_grids_are_predicted_leave_one_out(
 def test_impossible_acceptance_is_refused(make, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("topk", "given", "whole"),
+    [
+        pytest.param(1, (40, 12), (40, 12, 0, 0), id="chain"),
+        pytest.param(1, (), (0, 0, 0, 0), id="nothing-accepted"),
+        pytest.param(4, (60, 25), (60, 25, 0, 0), id="tree"),
+    ],
+)
+def test_counts_end_at_the_deepest_depth_that_was_reached(
+    topk: int, given: tuple[int, ...], whole: tuple[int, ...]
+) -> None:
+    def counts(by_depth: tuple[int, ...]) -> AcceptanceCounts:
+        return AcceptanceCounts(
+            steps=4,
+            topk=topk,
+            draft_tokens=5 if topk == 1 else 12,
+            num_verifies=100,
+            accepted_by_depth=by_depth,
+            accepted_by_depth_rank=tuple((n, *(0,) * (topk - 1)) for n in by_depth),
+        )
+
+    short = AcceptanceModel.prior().update([counts(given)])
+    padded = AcceptanceModel.prior().update([counts(whole)])
+    np.testing.assert_allclose(short.theta, padded.theta)
+    before = AcceptanceModel.prior().accept_length_samples(4, topk, 5).mean()
+    assert short.accept_length_samples(4, topk, 5).mean() < before

@@ -84,10 +84,14 @@ class Segment:
                 torch.cuda.synchronize()
 
     def _captured(self, pool: Any, timer: Callable[[], Timer]) -> Any:
-        graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog thread queries events of its own while this thread captures
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self.body(timer())
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # NCCL's watchdog thread queries events of its own while this thread captures
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self.body(timer())
+        finally:
+            # a capture that fails leaves its own stream current
+            torch.cuda.set_stream(stream)
         torch.cuda.synchronize()
         return graph
 
@@ -117,7 +121,11 @@ class Segment:
     def read_laps(self, sums_ms: defaultdict[str, float]) -> None:
         """Add the last laps taken, if any were; the device must be past them."""
         if self._laps_pending and self._laps is not None:
-            self._laps.add_to(sums_ms)
+            try:
+                self._laps.add_to(sums_ms)
+            except RuntimeError as error:
+                # a driver that cannot read events of a graph costs the laps, not the run
+                self._laps_graph, self.laps_reason = None, _short(error)
         self._laps_pending = False
 
 

@@ -1,0 +1,201 @@
+"""Cycles with their state on the device: over ranks, padded batches, and synthetic acceptance."""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.build import build, resident, resolve
+from engine.collectives import OneShotGroup
+from engine.config import DraftSpec, LaunchConfig, SpeculationConfig, TargetSpec
+from engine.graphs import Segment
+from engine.resident import BUCKETS, bucket
+from engine.results import Request
+from engine.runner import Runner
+from engine.shared_memory import SharedMemoryGroup, region_bytes
+from engine.stream import _phases
+from engine.synthetic import counts, forced_targets
+
+OFF = SpeculationConfig()
+CHAIN = SpeculationConfig(method="eagle3", steps=3, topk=1)
+TREE = SpeculationConfig(method="eagle3", steps=3, topk=2, draft_tokens=6)
+
+
+def _requests(new: int = 30, count: int = 5) -> list[Request]:
+    draws = torch.Generator().manual_seed(9)
+    return [
+        Request(
+            prompt_ids=tuple(torch.randint(1, 300, (4 + 3 * n,), generator=draws).tolist()),
+            max_new_tokens=new + n,
+            ignore_eos=True,
+        )
+        for n in range(count)
+    ]
+
+
+def _rank_main(rank: int, tp: int, fd: int, folder: Path, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    config = LaunchConfig(
+        target=TargetSpec(path=str(folder / "target")),
+        draft=DraftSpec(path=str(folder / "eagle3")),
+        tp=tp,
+        max_context=128,
+        max_concurrency=3,
+    )
+    with torch.inference_mode():
+        group = OneShotGroup(SharedMemoryGroup(fd, rank, tp, timeout_s=60))
+        shapes = resolve(config)
+        executor, head = build(config, shapes, group, torch.device("cpu"))
+        executor.resident = resident(executor, head, config)
+        runs = []
+        for speculation in (OFF, CHAIN, TREE):
+            if rank == 0:
+                runner = Runner(executor, head, slots=3, eos_ids=())
+                run = runner.run(_requests(), speculation, concurrency=3)
+                runs.append((run.path, [r.token_ids for r in run.requests]))
+            else:
+                executor.follow()
+        # every rank advanced its own state: all must have come to the same
+        state = executor.resident.state_4B.tolist()
+    pipe.send((runs, state))
+
+
+def test_ranks_decide_alike_without_an_order_a_cycle(
+    local: Callable[..., Any], small_pair: Path
+) -> None:
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, region_bytes(2))
+    context = multiprocessing.get_context("fork")
+    pipes, children = [], []
+    for rank in range(2):
+        ours, theirs = context.Pipe()
+        child = context.Process(target=_rank_main, args=(rank, 2, fd, small_pair, theirs))
+        child.start()
+        theirs.close()
+        pipes.append(ours)
+        children.append(child)
+    (runs, state), (_, other_state) = (pipe.recv() for pipe in pipes)
+    for child in children:
+        child.join(20)
+    os.close(fd)
+    alone = local(small_pair / "target", max_context=128).runner.run(
+        _requests(), OFF, concurrency=1
+    )
+    expected = [r.token_ids for r in alone.requests]
+    assert [path for path, _ in runs] == ["resident"] * 3
+    assert all(tokens == expected for _, tokens in runs)
+    assert state == other_state
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["stepwise", "resident"])
+@pytest.mark.parametrize(
+    ("rates", "lengths"),
+    [((1.0, 1.0, 0.0), {3}), ((1.0, 1.0, 1.0), {4}), ((0.0, 0.0, 0.0), {1})],
+)
+def test_synthetic_acceptance_fixes_the_accept_length(
+    local: Callable[..., Any],
+    small_pair: Path,
+    on_device: bool,
+    rates: tuple[float, ...],
+    lengths: set[int],
+) -> None:
+    engine = local(
+        small_pair / "target",
+        small_pair / "eagle3",
+        on_device=on_device,
+        max_context=128,
+        max_concurrency=2,
+    )
+    for topk, draft_tokens in ((1, 4), (2, 10)):
+        speculation = SpeculationConfig(
+            method="eagle3",
+            steps=3,
+            topk=topk,
+            draft_tokens=draft_tokens,
+            synthetic_acceptance=rates,
+        )
+        run = engine.runner.run(_requests(24, 3), speculation, concurrency=2)
+        assert {n for r in run.requests for n in r.tokens_per_verify} == lengths
+        assert [len(r.token_ids) for r in run.requests] == [24, 25, 26]
+
+
+def test_synthetic_rates_are_unconditional() -> None:
+    """vLLM's [0.8, 0.6, 0.4]: shares of verifies that reach each depth."""
+    uniform_B = torch.rand(20_000, generator=torch.Generator().manual_seed(1))
+    count_B = counts(uniform_B, torch.tensor([0.8, 0.6, 0.4]))
+    reached = [float((count_B >= d).float().mean()) for d in (1, 2, 3)]
+    assert reached == pytest.approx([0.8, 0.6, 0.4], abs=0.012)
+
+
+def test_forced_targets_lead_down_first_children() -> None:
+    parent_BT = torch.tensor([[-1, 0, 0, 1, 1, 3]])
+    token_BT = torch.tensor([[9, 5, 6, 7, 8, 4]])
+    depth_BT = torch.tensor([[0, 1, 1, 2, 2, 3]])
+    forced = forced_targets(token_BT, parent_BT, depth_BT, torch.tensor([2]))
+    assert forced.tolist() == [[5, 7, -1, -1, -1, -1]]
+
+
+def test_a_batch_runs_at_the_next_bucket_and_reports_its_segments(
+    local: Callable[..., Any], small_pair: Path
+) -> None:
+    engine = local(
+        small_pair / "target",
+        small_pair / "eagle3",
+        on_device=True,
+        max_context=128,
+        max_concurrency=3,
+    )
+    run = engine.runner.run(_requests(), CHAIN, concurrency=3)
+    assert run.path == "resident"
+    assert any(name.startswith("verify[B=4,T=4") for name in run.graphs)
+    assert set(run.graphs.values()) == {"eager: no CUDA device"}
+    assert [bucket(n) for n in (1, 3, 5, 64, 300)] == [1, 4, 8, 64, 300]
+    assert list(BUCKETS) == sorted(BUCKETS)
+
+
+@pytest.mark.parametrize("how", ["margins", "temperature"])
+def test_runs_that_need_the_host_each_cycle_say_why(
+    local: Callable[..., Any], small_pair: Path, how: str
+) -> None:
+    engine = local(small_pair / "target", on_device=True, max_context=128)
+    asks = [Request(prompt_ids=(3, 4), max_new_tokens=3, temperature=float(how == "temperature"))]
+    run = engine.runner.run(asks, OFF, concurrency=1, margins=how == "margins")
+    assert run.path.startswith("stepwise: ")
+    assert how in run.path
+
+
+def test_not_a_number_stops_the_run_with_the_request(
+    local: Callable[..., Any], small_pair: Path
+) -> None:
+    from engine.errors import EngineError
+
+    engine = local(small_pair / "target", on_device=True, max_context=128)
+    engine.runner.run(_requests(3, 1), OFF, concurrency=1)
+    engine.executor.model.weights.layers[0].down_EHI.fill_(float("nan"))
+    with pytest.raises(EngineError, match=r"NaN"):
+        engine.runner.run(_requests(3, 1), OFF, concurrency=1)
+
+
+def test_segments_without_a_gpu_run_their_body() -> None:
+    seen = []
+    segment = Segment("s", lambda timer: seen.append(timer), torch.device("cpu"))
+    segment.capture(None, switched_on=True, with_laps=True)
+    segment.run()
+    segment.run_with_laps()
+    assert len(seen) == 3
+    assert segment.reason == "no CUDA device"
+
+
+def test_phases_split_a_segment_by_its_laps_and_sum_to_the_cycle() -> None:
+    means = {"draft": 1.0, "verify": 4.0, "extend": 0.5, "host_gap": 0.5}
+    laps = {"verify.moe": 30.0, "verify.head": 10.0, "sample": 10.0}
+    phases = _phases(means, laps, 12.0)
+    assert sum(phases.values()) == pytest.approx(12.0)
+    assert phases["verify.moe"] == pytest.approx(2 * 4.0 * 0.6)
+    assert phases["draft"] == pytest.approx(2.0)
+    # without laps nothing is invented
+    assert _phases({"decode": 2.0}, {}, 2.0) == {"decode.other": 2.0}

@@ -1,6 +1,7 @@
 """How much of a study's budget is left: trials, server starts, wall time."""
 
 import math
+from collections.abc import Callable
 
 from autotune.history import History
 from autotune.schemas import Study
@@ -11,6 +12,8 @@ from autotune.store.workers import worked_s
 _MIN_PAIRS, _PAIRS = 4, 6
 #: share of the wall time that baseline and A/A pair may take
 _REFERENCE_SHARE = 0.25
+#: trials that make a search: the screening and a few more
+_WORTHWHILE_TRIALS = 8
 
 
 class BudgetKeeper:
@@ -19,6 +22,8 @@ class BudgetKeeper:
     def __init__(self, study: Study, store: Store, study_id: int, worker_id: int) -> None:
         self._study, self._store = study, store
         self._study_id, self._worker_id = study_id, worker_id
+        #: seconds that a repeat takes on this machine's clock, once this session knows
+        self.session_repeat_s: Callable[[], float | None] = lambda: None
 
     def spent(self, history: History) -> str | None:
         """Which part of the budget is used up, or None."""
@@ -26,7 +31,9 @@ class BudgetKeeper:
         if history.num_search_trials >= budget.measured_trials:
             return f"budget: {budget.measured_trials} trials are measured"
         left = self.time_left_s()
-        if left is not None and left <= self.final_s(history):
+        # a study that measured nothing but its baseline says nothing: one trial comes first
+        kept_s = self.final_s(history) if history.num_finished else 0.0
+        if left is not None and left <= kept_s:
             return f"budget: wall time of {budget.wall_time_s:.0f} s is used up"
         return None
 
@@ -42,11 +49,30 @@ class BudgetKeeper:
         return self.repeat_s(history) * 2 * _MIN_PAIRS * len(self._study.workload.concurrency)
 
     def repeat_s(self, history: History) -> float:
-        """Mean seconds of a repeat, with what lies between two repeats."""
+        """Mean seconds of a repeat."""
+        measured = self.session_repeat_s()
+        if measured is not None:
+            return measured
         rows = [row for row in history.repeats if row.failure_kind is None]
         if not rows:
             return 0.0
         return sum((row.ended - row.started).total_seconds() for row in rows) / len(rows)
+
+    def too_short(self, history: History) -> str | None:
+        """What to do when the wall time leaves no room for the search, after the references."""
+        left, final_s = self.time_left_s(), self.final_s(history)
+        wall_s = self._study.budget.wall_time_s
+        trial_s = self._study.measure.min_repeats * self.repeat_s(history)
+        trial_s *= len(self._study.workload.concurrency)
+        if left is None or wall_s is None or left > final_s + trial_s:
+            return None
+        needed_s = wall_s - left + final_s + _WORTHWHILE_TRIALS * trial_s
+        return (
+            f"the baseline left {max(left, 0):.0f} s of the wall time of {wall_s:.0f} s, and the "
+            f"final comparison needs about {final_s:.0f} s: one trial is measured at most; "
+            f"budget.wall_time: {math.ceil(needed_s / 10) * 10}s would leave room for "
+            f"{_WORTHWHILE_TRIALS}"
+        )
 
     def starts_left(self) -> float:
         """Server starts that are left; infinite without a limit."""

@@ -18,6 +18,9 @@ from model.spec import Knobs, Workload
 
 #: failures that one more try may get past
 _PASSING = ("crash", "hang", "unhealthy_host")
+#: how many of them two arms in turns may get past: they take many repeats, and without them
+#: nothing can be compared
+_ARM_RETRIES = 3
 #: relative distance below the best at which a trial needs no more repeats
 _HOPELESS = 0.15
 
@@ -45,6 +48,14 @@ class Bench:
     #: seconds that starts and repeats took in this session
     open_s: float = 0.0
     num_opens: int = 0
+    #: seconds on this machine's clock that repeats took in this session, and their number; what a
+    #: repeat says of itself may be simulated time
+    repeats_s: float = 0.0
+    num_repeats: int = 0
+
+    def mean_repeat_s(self) -> float | None:
+        """Seconds per repeat in this session; None before the first."""
+        return self.repeats_s / self.num_repeats if self.num_repeats else None
 
     def ensure_open(self, knobs: Knobs) -> Failure | None:
         """Open the group of ``knobs`` unless it is open; what went wrong, or None."""
@@ -105,14 +116,19 @@ class Bench:
         series = [_Series.of(self.workloads, done.get(arm.id, ())) for arm in arms]
         together = self.backend.group(first.knobs) == self.backend.group(second.knobs)
         order = _abba(num_pairs) if together else _aba(num_pairs)
+        tries_left = _ARM_RETRIES
         for index, round_number in order:
             for level in levels or tuple(self.workloads):
                 if series[index].valid(level) > round_number:
                     continue
-                failure = self.ensure_open(arms[index].knobs)
-                failure = failure or self._repeat(arms[index], level, series[index])
-                if failure is not None:
-                    return (failure, None) if index == 0 else (None, failure)
+                while True:
+                    failure = self.ensure_open(arms[index].knobs)
+                    failure = failure or self._repeat(arms[index], level, series[index])
+                    if failure is None:
+                        break
+                    if failure.kind not in _PASSING or tries_left == 0:
+                        return (failure, None) if index == 0 else (None, failure)
+                    tries_left -= 1
         # provenance of the group that is open now; the other arm's was set when it was measured
         for arm in arms:
             if self.backend.group(arm.knobs) == self.open_group:
@@ -128,11 +144,14 @@ class Bench:
         # the backend counts repeats of these knobs over all trials, so that none is served twice
         key = (trial.knobs.id, level)
         index = self.num_taken.get(key, 0)
+        started = time.monotonic()
         taken = self.backend.measure(trial.knobs, self.workloads[level], index)
         self.num_taken[key] = index + 1
         placed = taken.model_copy(update={"trial": trial.number, "repeat": number})
         stored = self.store.add_measurement(self.study_id, trial.id, placed)
         self.on_repeat(trial, stored)
+        self.repeats_s += time.monotonic() - started
+        self.num_repeats += 1
         return stored
 
     def _repeat(self, trial: TrialView, level: int, series: "_Series") -> Failure | None:

@@ -47,6 +47,8 @@ class Outcome:
     metric: Goal
     levels: tuple[LevelOutcome, ...]
     num_search_trials: int
+    #: knobs other than the baseline with a valid measurement at some level
+    num_alternatives: int
     num_failed: int
     num_repeats: int
     #: why the study ended
@@ -62,13 +64,25 @@ class Outcome:
         won = [level.concurrency for level in self.levels if level.beats_baseline]
         if not self.levels:
             return "no level has a measured baseline and a measured alternative yet"
-        if self.num_search_trials == 0:
-            return "no alternative to the baseline was measured"
+        if self.num_alternatives == 0:
+            tried = self.num_search_trials
+            if tried == 0:
+                return "only the baseline was measured: no other configuration was tried"
+            return (
+                f"only the baseline was measured: {tried} other trial{'s' if tried > 1 else ''} "
+                f"gave no number"
+            )
         if not won:
-            undecided = any(level.verdict == "undecided" for level in self.levels)
-            if undecided:
-                return "nothing is shown to beat the baseline: the differences are inside the noise"
-            return "nothing beats the baseline (plain decoding) here"
+            count = f"{self.num_alternatives} other configuration"
+            count += "s were measured" if self.num_alternatives > 1 else " was measured"
+            if any(level.verdict == "undecided" for level in self.levels):
+                apart = any(not lv.interleaved and lv.ratio is not None for lv in self.levels)
+                why = (
+                    "the best was not compared with it in turns" if apart
+                    else "the differences are inside the noise"
+                )  # fmt: skip
+                return f"nothing is shown to beat the baseline: {why} ({count})"
+            return f"nothing beats the baseline (plain decoding) here ({count})"
         if len(won) == len(self.levels):
             return "the best configuration beats the baseline at every concurrency measured"
         rest = [level.concurrency for level in self.levels if not level.beats_baseline]
@@ -123,6 +137,11 @@ def conclude(store: Store, study_id: int, study: Study, ended: str) -> Outcome:
         metric=goal_of(study),
         levels=tuple(levels),
         num_search_trials=history.num_search_trials,
+        num_alternatives=sum(
+            any(result.complete((level,)) for level in study.workload.concurrency)
+            for knobs_id, result in history.by_knobs.items()
+            if baseline is not None and knobs_id != baseline.knobs.id
+        ),
         num_failed=sum(trial.state == "failed" for trial in history.trials),
         num_repeats=len(history.repeats),
         ended=ended,

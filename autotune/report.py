@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from autotune.outcome import LevelOutcome, Outcome
@@ -9,35 +10,67 @@ from autotune.statistics import Ratio, Summary
 from model.spec import Interval
 
 
+def show_outcome(outcome: Outcome, screen: Console) -> None:
+    """Table by concurrency, what was chosen there, and the verdict; fits 100 columns."""
+    screen.print(outcome_table(outcome))
+    for level in outcome.levels:
+        for line in level_lines(level, outcome):
+            screen.print(line, soft_wrap=True, markup=False)
+    screen.print(f"{outcome.ended}; {outcome.verdict()}.", soft_wrap=True, markup=False)
+
+
 def outcome_table(outcome: Outcome) -> Table:
     """One row per concurrency."""
     unit = "tok/s" if outcome.metric.name == "tokens_per_s" else "ms"
-    table = Table(title=f"study {outcome.study}", title_justify="left")
-    table.add_column("concurrency", justify="right")
-    table.add_column(f"baseline\n{unit} (95 % CI, n)", justify="right")
-    table.add_column(f"best\n{unit} (95 % CI, n)", justify="right")
-    table.add_column("speed-up\n× (95 % CI)", justify="right")
+    table = Table(title=f"study {outcome.study}", title_justify="left", box=None, pad_edge=False)
+    table.add_column("c", justify="right")
+    table.add_column(f"baseline, {unit}\n(95 % CI, n)", justify="right")
+    table.add_column(f"best, {unit}\n(95 % CI, n)", justify="right")
+    table.add_column("speed-up, ×\n(95 % CI)", justify="right")
     table.add_column("noise floor\n%", justify="right")
     table.add_column("verdict")
-    table.add_column("predicted\ntok/s (90 %)", justify="right")
     table.add_column("accept\nlength", justify="right")
-    table.add_column("output")
-    table.add_column("best knobs")
     for level in outcome.levels:
-        predicted = None if level.predicted is None else level.predicted.tokens_per_s
+        alone = level.ratio is None
         table.add_row(
             str(level.concurrency),
             _summary(level.baseline),
-            _summary(level.best),
+            "–" if alone else _summary(level.best),
             _ratio(level.ratio),
             "–" if level.noise_floor is None else f"{100 * level.noise_floor:.1f}",
-            _verdict(level),
-            _interval(predicted),
-            "–" if level.accept_length is None else f"{level.accept_length:.2f}",
-            level.output_check,
-            f"{level.knobs.label()} (trial {level.trial})",
+            verdict_text(level, outcome),
+            "–"
+            if level.accept_length is None or level.knobs.method == "off"
+            else f"{level.accept_length:.2f}",
         )
     return table
+
+
+def level_lines(level: LevelOutcome, outcome: Outcome) -> list[str]:
+    """What stands behind a row: knobs, output check, prediction, flags of the repeats."""
+    if level.ratio is None:
+        lines = []
+    else:
+        predicted = None if level.predicted is None else level.predicted.tokens_per_s
+        told = "" if predicted is None else f"; predicted {_interval(predicted)} tok/s (90 %)"
+        lines = [
+            f"c={level.concurrency}: best is trial {level.trial}: {level.knobs.label()}; output "
+            f"{level.output_check}{told}"
+        ]
+    for name, summary in (("baseline", level.baseline), ("best", level.best)):
+        if summary.flags and not (name == "best" and level.ratio is None):
+            flags = ", ".join(summary.flags)
+            lines.append(f"c={level.concurrency}: the {name}'s repeats: {flags}")
+    return lines
+
+
+def verdict_text(level: LevelOutcome, outcome: Outcome) -> str:
+    """The verdict of a level in a few words."""
+    if level.ratio is None:
+        if outcome.num_alternatives == 0:
+            return "only the baseline measured"
+        return "baseline is best"
+    return level.verdict if level.interleaved else f"{level.verdict} (not in turns)"
 
 
 def outcome_mapping(outcome: Outcome) -> dict[str, Any]:
@@ -48,6 +81,7 @@ def outcome_mapping(outcome: Outcome) -> dict[str, Any]:
         "ended": outcome.ended,
         "verdict": outcome.verdict(),
         "num_search_trials": outcome.num_search_trials,
+        "num_alternatives": outcome.num_alternatives,
         "num_failed_trials": outcome.num_failed,
         "num_repeats": outcome.num_repeats,
         "levels": [_level_mapping(level) for level in outcome.levels],
@@ -88,14 +122,13 @@ def _summary_mapping(summary: Summary) -> dict[str, Any]:
         "n": summary.n,
         "drifts": summary.drifts,
         "bimodal": summary.bimodal,
+        "num_warm_up": summary.num_warm_up,
     }
 
 
 def _summary(summary: Summary) -> str:
-    flags = [n for n, on in (("drifts", summary.drifts), ("bimodal", summary.bimodal)) if on]
     spread = f"{summary.low:.1f}–{summary.high:.1f}" if summary.n > 1 else "no interval"
-    tail = f", {', '.join(flags)}" if flags else ""
-    return f"{summary.median:.1f} ({spread}, n={summary.n}{tail})"
+    return f"{summary.median:.1f} ({spread}, n={summary.n})"
 
 
 def _ratio(ratio: Ratio | None) -> str:
@@ -108,9 +141,3 @@ def _interval(interval: Interval | None) -> str:
     if interval is None:
         return "–"
     return f"{interval.median:.1f} ({interval.low:.1f}–{interval.high:.1f})"
-
-
-def _verdict(level: LevelOutcome) -> str:
-    if level.ratio is None:
-        return "baseline is best"
-    return level.verdict if level.interleaved else f"{level.verdict} (not in turns)"

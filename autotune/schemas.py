@@ -30,6 +30,8 @@ Metric = Literal["tokens_per_s", "ttft_ms", "tpot_ms"]
 Count = Annotated[StrictInt, Field(ge=1)]
 Number = StrictFloat
 Positive = Annotated[Number, Field(gt=0)]
+#: requests served at a time; far above what one host serves
+Level = Annotated[StrictInt, Field(ge=1, le=16384)]
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(d|h|m|min|s)(?=[\d\s]|$)\s*")
 _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "min": 60.0, "s": 1.0}
@@ -94,7 +96,7 @@ class WorkloadSpec(Schema):
     input_len: Count
     #: tokens generated per request; 2 or more, since decoding starts after the first
     output_len: Annotated[StrictInt, Field(ge=2)]
-    concurrency: Annotated[tuple[Count, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+    concurrency: Annotated[tuple[Level, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
     temperature: Annotated[Number, Field(ge=0, le=10)] = 0.0
     ignore_eos: StrictBool = True
     chat_template: StrictStr | None = None

@@ -49,6 +49,7 @@ def compare(
     """Measure A and B in turns until it is clear which is faster, or the budget is used up."""
     from autotune.compare_report import compared_mapping, show_compared
     from autotune.compare_session import CompareAsked, run_compare
+    from autotune.measuring import StopRequestedError
     from autotune.schemas import parse_duration_s
     from autotune.stopping import StopFlag
     from autotune.store.store import Store
@@ -76,8 +77,12 @@ def compare(
         console.print(text, soft_wrap=True, markup=False)
 
     store = Store.existing(database_url(database))
-    with flag.on_signals(note):
-        found = run_compare(store, asked, flag, note)
+    try:
+        with flag.on_signals(note):
+            found = run_compare(store, asked, flag, note)
+    except StopRequestedError as stop:
+        note(f"{stop} while waiting for the machine; nothing was measured")
+        raise typer.Exit(_INTERRUPTED) from None
     if as_json:
         print_json(compared_mapping(found))
     else:

@@ -11,6 +11,7 @@ import typer
 from autotune.cli.common import (
     DatabaseOption,
     JsonOption,
+    check_output,
     database_url,
     print_json,
     stderr,
@@ -45,6 +46,7 @@ def start(
     A study of this name that is there already is resumed when its file is the same.
     """
     loaded = load_study(file, name=name)
+    check_output(out or Path(f"{loaded.study.name}.best.yaml"))
     url = database_url(database, loaded.study.database)
     from autotune.plan import check_backend, create_or_join, make_plan, set_aside, stored_plan
 
@@ -106,6 +108,8 @@ def _work(plan: Any, view: StudyView, store: Store, as_json: bool, out: Path | N
     from autotune.stopping import StopFlag
     from autotune.study import StudyRun
 
+    path = out or Path(f"{view.name}.best.yaml")
+    check_output(path)
     flag, console = StopFlag(), stderr()
     levels = plan.study.workload.concurrency
     console.print(
@@ -129,7 +133,6 @@ def _work(plan: Any, view: StudyView, store: Store, as_json: bool, out: Path | N
         if as_json:
             print_json({**values, "best_config": None, "resume": command})
         raise typer.Exit(_INTERRUPTED if flag.reason in ("Ctrl-C", "SIGTERM") else 0)
-    path = out or Path(f"{view.name}.best.yaml")
     written = write_study_best(path, plan, view, store, outcome)
     store.set_state(view.id, result={**values, "best_config": str(path)})
     if as_json:
@@ -300,11 +303,13 @@ def best(
     from autotune.outcome import conclude
     from autotune.plan import stored_plan
 
+    path = out or Path(f"{name}.best.yaml")
     store = Store.existing(database_url(database))
     view = store.study(name)
+    check_output(path)
     plan = stored_plan(view)
     outcome = conclude(store, view.id, plan.study, f"study is {view.state}")
-    written = write_study_best(out or Path(f"{name}.best.yaml"), plan, view, store, outcome)
+    written = write_study_best(path, plan, view, store, outcome)
     if as_json:
         print_json({"study": name, "verdict": outcome.verdict(), "files": list(map(str, written))})
     else:

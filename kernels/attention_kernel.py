@@ -55,16 +55,16 @@ def attention_kernel(
     partial_o, partial_m, partial_l, counters,
     scale, eps, q_stride, k_offset, v_offset,
     k_slot_stride, k_row_stride, k_head_stride, v_slot_stride, v_row_stride, v_head_stride, J,
-    splits,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr,
-    NEW: tl.constexpr, HAS_NORM: tl.constexpr, HAS_MASK: tl.constexpr, COMBINE: tl.constexpr,
+    NEW: tl.constexpr, HAS_NORM: tl.constexpr, HAS_MASK: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_NEW: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_NEW: tl.constexpr, BLOCK_PARTS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     R: tl.constexpr = N // G
     D: tl.constexpr = 2 * HALF
     BLOCK_D: tl.constexpr = 2 * BLOCK_HALF
-    parts = splits + 1 if NEW else splits
+    PARTS: tl.constexpr = SPLITS + 1 if NEW else SPLITS
     part = tl.program_id(0)
     block = tl.program_id(1)
     b = tl.program_id(2) // G
@@ -100,10 +100,10 @@ def attention_kernel(
     if not HAS_MASK and not NEW:
         # causal: nothing after this block's last token is seen
         stop = tl.minimum(stop, prefix + (block * BLOCK_R + BLOCK_R - 1) // R + 1)
-    chunk = tl.cdiv(tl.cdiv(stop, splits), BLOCK_L) * BLOCK_L
+    chunk = tl.cdiv(tl.cdiv(stop, SPLITS), BLOCK_L) * BLOCK_L
     first = part * chunk
     if NEW:
-        last = tl.where(part == splits, first, tl.minimum(first + chunk, stop))
+        last = tl.where(part == SPLITS, first, tl.minimum(first + chunk, stop))
     else:
         last = tl.minimum(first + chunk, stop)
     k_base = k_cache + slot * k_slot_stride + g * k_head_stride
@@ -140,7 +140,7 @@ def attention_kernel(
         acc = dot(p.to(dtype), v, acc * fade[:, None], PRECISION)
         top = new_top
     if NEW:  # noqa: SIM102 - one is known when compiling, the other is not
-        if part == splits:
+        if part == SPLITS:
             n = tl.arange(0, BLOCK_NEW)
             in_n = n < T
             new_token = (b * T + n).to(tl.int64)
@@ -180,37 +180,49 @@ def attention_kernel(
             acc = dot(p.to(dtype), v_new, None, PRECISION)
     shown = in_row[:, None] & (d_all < D)[None, :]
     where = (token * (N * D) + head * D)[:, None] + d_all[None, :]
-    if not COMBINE:
+    if PARTS == 1:
         o = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + where, o.to(out.dtype.element_ty), mask=shown)
     else:
         group = tl.program_id(2) * tl.num_programs(1) + block
         r = tl.arange(0, BLOCK_R)
-        base = group.to(tl.int64) * (parts * BLOCK_R)
+        base = group.to(tl.int64) * (PARTS * BLOCK_R)
         mine = base + part * BLOCK_R + r
         tl.store(partial_o + mine[:, None] * BLOCK_D + d_all[None, :], acc, mask=shown)
         tl.store(partial_m + mine, top)
         tl.store(partial_l + mine, total)
-        if last_to_arrive(counters + group, parts):
-            top = tl.full([BLOCK_R], float("-inf"), dtype=tl.float32)
-            for s in range(parts):
-                top = tl.maximum(
-                    top, tl.load(partial_m + base + s * BLOCK_R + r, cache_modifier=".cg")
-                )
+        if last_to_arrive(counters + group, PARTS):
+            # every part's maximum and sum in one load each; a loop would wait for each in turn
+            n_parts = tl.arange(0, BLOCK_PARTS)
+            every = base + n_parts[:, None] * BLOCK_R + r[None, :]
+            is_part = (n_parts < PARTS)[:, None]
+            tops = tl.load(
+                partial_m + every, mask=is_part, other=float("-inf"), cache_modifier=".cg"
+            )
+            totals = tl.load(partial_l + every, mask=is_part, other=0.0, cache_modifier=".cg")
+            top = tl.max(tops, axis=0)
             shift = tl.where(top == float("-inf"), 0.0, top)
-            total = tl.zeros([BLOCK_R], dtype=tl.float32)
+            total = tl.sum(tl.exp(tops - shift[None, :]) * totals, axis=0)
             acc = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
-            for s in range(parts):
-                at = base + s * BLOCK_R + r
-                fade = tl.exp(tl.load(partial_m + at, cache_modifier=".cg") - shift)
-                total += fade * tl.load(partial_l + at, cache_modifier=".cg")
-                o_s = tl.load(
-                    partial_o + at[:, None] * BLOCK_D + d_all[None, :],
-                    mask=shown,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                acc += fade[:, None] * o_s
+            # several parts' rows on their way at once, as many as the registers hold
+            TOGETHER: tl.constexpr = 8 if BLOCK_R * BLOCK_D <= 2048 else 4
+            for s0 in range(0, PARTS, TOGETHER):
+                for s1 in tl.static_range(TOGETHER):
+                    s = s0 + s1
+                    at = base + s * BLOCK_R + r
+                    m_s = tl.load(
+                        partial_m + at,
+                        mask=(r < BLOCK_R) & (s < PARTS),
+                        other=float("-inf"),
+                        cache_modifier=".cg",
+                    )
+                    o_s = tl.load(
+                        partial_o + at[:, None] * BLOCK_D + d_all[None, :],
+                        mask=shown & (s < PARTS),
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    acc += tl.exp(m_s - shift)[:, None] * o_s
             o = acc / tl.where(total > 0, total, 1.0)[:, None]
             tl.store(out + where, o.to(out.dtype.element_ty), mask=shown)
 
@@ -259,13 +271,16 @@ def default_config(
 def candidates(groups: int, rows: int) -> list[Config]:
     """What tuning tries."""
     found: list[Config] = []
-    for block_r in sorted({min(64, pow2(rows, 16)), min(32, pow2(rows, 16))}):
-        for block_l in (32, 64, 128):
-            for splits in (1, 4, 8, 16, 32):
-                if groups * cdiv(rows, block_r) * splits > 1024 and splits > 1:
-                    continue
+    for block_r in sorted({min(64, pow2(rows, 16)), min(16, pow2(rows, 16))}):
+        programs = groups * cdiv(rows, block_r)
+        for block_l, splits, stages, num_warps in (
+            (64, 16, 2, 4), (64, 8, 2, 4), (32, 32, 2, 4), (32, 16, 2, 4), (64, 4, 3, 4),
+            (64, 1, 3, 4), (64, 2, 3, 4), (32, 2, 3, 4), (128, 8, 2, 4), (32, 32, 1, 2),
+        ):  # fmt: skip
+            few, many = (64, 600) if groups < 16 else (32, 1024)
+            if few <= programs * splits <= many or (splits == 1 and programs > many):
                 found.append({"block_r": block_r, "block_l": block_l, "splits": splits,
-                              "stages": 2, "num_warps": 4})  # fmt: skip
+                              "stages": stages, "num_warps": num_warps})  # fmt: skip
     return found
 
 
@@ -339,10 +354,11 @@ def launch_attention(
         scale, new.eps if new is not None else 0.0, q_PX.stride(0),
         num_heads * head_size, (num_heads + num_kv_heads) * head_size,
         *k_cache_SCGD.stride()[:3], *v_cache_SCGD.stride()[:3],
-        mask_BTJ.shape[2] if mask_BTJ is not None else num_tokens, splits,
+        mask_BTJ.shape[2] if mask_BTJ is not None else num_tokens,
         T=num_tokens, N=num_heads, G=num_kv_heads, HALF=head_size // 2,
-        NEW=new is not None, HAS_NORM=has_norm, HAS_MASK=has_mask, COMBINE=parts > 1,
+        NEW=new is not None, HAS_NORM=has_norm, HAS_MASK=has_mask, SPLITS=splits,
         BLOCK_R=block_r, BLOCK_L=config["block_l"], BLOCK_HALF=block_half,
-        BLOCK_NEW=pow2(num_tokens, 16) if new is not None else 16, STAGES=config["stages"],
-        PRECISION="ieee", PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
+        BLOCK_NEW=pow2(num_tokens, 16) if new is not None else 16, BLOCK_PARTS=pow2(parts),
+        STAGES=config["stages"], PRECISION="ieee", PDL=pdl, launch_pdl=pdl,
+        num_warps=config["num_warps"],
     )  # fmt: skip

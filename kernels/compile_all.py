@@ -59,11 +59,11 @@ def candidates_for(op: str, dims: Dims, num_sequences: int, num_tokens: int) -> 
     if op == "lm_head":
         return linear.candidates(rows, dims.vocab, dims.hidden)
     if op == "norm_route":
-        return router.candidates(dims.experts)
+        return router.candidates(rows, dims.experts)
     if op == "moe_gate_up":
-        return moe_gate_up.candidates(rows, rows * dims.top_k)
+        return moe_gate_up.candidates(rows, rows * dims.top_k, dims.hidden)
     if op == "moe_down":
-        return moe_down.candidates(rows, rows * dims.top_k)
+        return moe_down.candidates(rows, rows * dims.top_k, dims.inter)
     if op in ("qkv_attention", "tree_attention"):
         return attention_kernel.candidates(
             num_sequences * dims.kv_heads, num_tokens * (dims.heads // dims.kv_heads)
@@ -85,28 +85,19 @@ def entries(fast: bool) -> Iterator[Entry]:
         return
     for case in layer_cases(QWEN3_30B_A3B, 1, 4, 1024):
         yield Entry(case, torch.float32, ())
-    for num_sequences, num_tokens in ((1, 1), (1, 4), (1, 64), (2, 64)):
+    for num_sequences, num_tokens in ((1, 1), (1, 4), (16, 1), (1, 64), (2, 64)):
         for case in layer_cases(QWEN3_30B_A3B, num_sequences, num_tokens, 1024):
             if case.name in ("norm_lm_head", "norm_linear_argmax", "linear_add"):
                 # the kernels of norm_linear with other flags; the defaults above compile those
                 continue
             for op in case.tuned:
                 for config in candidates_for(op, QWEN3_30B_A3B, num_sequences, num_tokens):
-                    if num_tokens > 1 or _is_vector(config):
-                        yield Entry(case, torch.bfloat16, ((op, tuple(config.items())),))
-
-
-def _is_vector(config: tuning.Config) -> bool:
-    """Whether the configuration is for one token only; others are compiled at more tokens."""
-    return config.get("vector") == 1 or config.get("scheme") == moe_down.VECTOR
+                    yield Entry(case, torch.bfloat16, ((op, tuple(config.items())),))
 
 
 def units_of(entry: Entry, pdl: bool) -> list[Unit]:
     """What the case launches under the entry's configuration."""
     forced = {op: dict(config) for op, config in entry.forced}
-    if forced.get("moe_down", {}).get("scheme") == moe_down.STATIONARY:
-        # needs the list that only the matrix kernel makes
-        forced["moe_gate_up"] = moe_gate_up.default_config(2, 2, 2)
     with ExitStack() as stack:
         for op, config in forced.items():
             stack.enter_context(tuning.forced(op, config))

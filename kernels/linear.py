@@ -9,9 +9,16 @@ matrix kernel, split over K where O gives too few programs.
 import torch
 
 from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, require
-from kernels.linear_kernels import linear_matrix_kernel, linear_vector_kernel
-from kernels.norm import rms_norm_ref
+from kernels.linear_kernels import (
+    linear_matrix_kernel,
+    linear_tokens_kernel,
+    linear_vector_kernel,
+)
+from kernels.norm import MAX_HIDDEN, add_rms_norm, rms_norm, rms_norm_ref
 from kernels.tuning import Config, config_for
+
+#: most tokens that pass by weights held in registers
+MAX_VECTOR_TOKENS = 8
 
 
 def norm_linear_ref(
@@ -49,6 +56,11 @@ def default_config(
         block_k = min(pow2(num_inputs), 8192 // element_bytes)
         block_o = max(1, min(8, 32768 // (block_k * element_bytes)))
         return {"vector": 1, "block_o": block_o, "block_k": block_k, "num_warps": 4}
+    if num_tokens <= 4 and num_inputs * element_bytes <= 8192:
+        block_k = pow2(num_inputs)
+        num_warps = max(1, min(4, block_k // 512))
+        block_o = max(1, min(8, 8192 * num_warps // (block_k * element_bytes)))
+        return {"vector": 1, "block_o": block_o, "block_k": block_k, "num_warps": num_warps}
     block_k = min(pow2(num_inputs, 16), 256 // element_bytes if num_tokens <= 32 else 64)
     block_o = 16 if num_outputs <= 4096 else 32
     programs = cdiv(num_outputs, block_o)
@@ -62,32 +74,56 @@ def default_config(
         "block_k": block_k,
         "split_k": split,
         "stages": 4 if num_tokens <= 32 else 3,
+        "norm_first": int(num_inputs <= MAX_HIDDEN),
         "num_warps": 2 if block_o == 16 and num_tokens <= 16 else 4,
     }
+
+
+#: block_o, block_k, split_k, stages, num_warps, swap
+_TILES = (
+    (16, 256, 1, 5, 2, 0), (16, 256, 2, 4, 2, 0), (16, 512, 1, 4, 4, 0), (32, 128, 1, 5, 4, 0),
+    (32, 256, 1, 4, 4, 0), (32, 256, 2, 4, 4, 0), (32, 256, 1, 4, 2, 1), (16, 256, 2, 5, 1, 1),
+    (64, 128, 1, 5, 4, 1), (64, 128, 2, 5, 4, 1), (64, 128, 4, 4, 4, 1), (64, 256, 1, 4, 4, 1),
+    (64, 256, 2, 4, 4, 1), (128, 128, 1, 4, 4, 1), (128, 64, 2, 6, 4, 1), (128, 128, 4, 3, 4, 1),
+)  # fmt: skip
 
 
 def candidates(num_tokens: int, num_outputs: int, num_inputs: int) -> list[Config]:
     """What tuning tries for this shape."""
     found: list[Config] = []
+    whole = pow2(num_inputs)
     if num_tokens == 1:
-        for block_o in (1, 2, 4, 8, 16):
-            for block_k in (512, 1024, 2048, 4096):
-                for num_warps in (2, 4, 8):
-                    elements = block_o * block_k // (32 * num_warps)
-                    if block_k <= pow2(num_inputs) and 8 <= elements <= 128:
-                        found.append({"vector": 1, "block_o": block_o, "block_k": block_k,
-                                      "num_warps": num_warps})  # fmt: skip
-    for block_o, block_k, split, stages, num_warps in (
-        (16, 128, 1, 5, 2), (16, 256, 1, 4, 2), (16, 256, 2, 4, 2), (16, 256, 4, 3, 4),
-        (32, 128, 1, 4, 4), (32, 128, 2, 4, 4), (32, 256, 1, 3, 4), (32, 128, 4, 4, 4),
-        (64, 128, 1, 3, 4), (64, 64, 1, 5, 4), (64, 128, 2, 3, 4), (128, 64, 1, 4, 4),
-        (128, 64, 1, 3, 8), (64, 256, 1, 2, 4),
-    ):  # fmt: skip
+        tiles = [
+            (8, 2048, 4), (4, 2048, 4), (4, 2048, 2), (2, 2048, 2), (2, 4096, 4), (4, 4096, 4),
+            (4, 4096, 8), (8, 1024, 4), (8, 1024, 2), (16, 512, 4), (2, 2048, 1), (1, 4096, 4),
+        ]  # fmt: skip
+    else:
+        tiles = [
+            (block_o, whole, num_warps)
+            for block_o, num_warps in (
+                (2, 1), (4, 1), (2, 2), (4, 2), (8, 2), (4, 4), (8, 4), (16, 4), (8, 8),
+            )
+        ]  # fmt: skip
+    if num_tokens <= MAX_VECTOR_TOKENS:
+        for block_o, block_k, num_warps in tiles:
+            if block_k <= whole and 8 <= block_o * block_k // (32 * num_warps) <= 256:
+                found.append({"vector": 1, "block_o": block_o, "block_k": block_k,
+                              "num_warps": num_warps})  # fmt: skip
+    if num_tokens == 1:
+        return found
+    block_t = min(64, pow2(num_tokens, 16))
+    for block_o, block_k, split, stages, num_warps, swap in _TILES:
         programs = cdiv(num_outputs, block_o) * split
-        if block_k * split <= pow2(num_inputs, 16) and (programs <= 4096 or split == 1):
-            found.append({"vector": 0, "block_t": min(64, pow2(num_tokens, 16)),
-                          "block_o": block_o, "block_k": block_k, "split_k": split,
-                          "stages": stages, "num_warps": num_warps})  # fmt: skip
+        if block_k * split > pow2(num_inputs, 16) or not 100 <= programs <= 10000:
+            continue
+        if split > 1 and programs > 1000:
+            continue
+        size = (block_t + block_o) * block_k * 2 * (stages - 1)
+        if size > 200 * 1024:
+            continue
+        found.append({"vector": 0, "block_t": block_t, "block_o": block_o, "block_k": block_k,
+                      "split_k": split, "stages": stages, "swap": swap, "norm_first": 1,
+                      "num_warps": num_warps})  # fmt: skip
     return found
 
 
@@ -129,6 +165,37 @@ def run_linear(
         shape,
         lambda: default_config(num_tokens, num_outputs, num_inputs, x_TK.element_size()),
     )
+    if gain_K is not None and config.get("norm_first"):
+        # a kernel of its own for the norm leaves the product's loop with loads and dots alone
+        if added_TK is None:
+            x_TK, normed_total = rms_norm(x_TK, gain_K, eps), None
+        else:
+            x_TK, normed_total = add_rms_norm(x_TK, added_TK, gain_K, eps)
+        out, _, value, index = _launch_linear(
+            op, x_TK, weight_OK, config, None, None, 0.0, residual_TO, out_TO, store, argmax
+        )
+        return out, normed_total, value, index
+    return _launch_linear(
+        op, x_TK, weight_OK, config, added_TK, gain_K, eps, residual_TO, out_TO, store, argmax
+    )
+
+
+def _launch_linear(
+    op: str,
+    x_TK: torch.Tensor,
+    weight_OK: torch.Tensor,
+    config: Config,
+    added_TK: torch.Tensor | None,
+    gain_K: torch.Tensor | None,
+    eps: float,
+    residual_TO: torch.Tensor | None,
+    out_TO: torch.Tensor | None,
+    store: bool,
+    argmax: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    num_tokens, num_inputs = x_TK.shape
+    num_outputs = weight_OK.shape[0]
+    device = x_TK.device
     out = None
     if store:
         out = x_TK.new_empty(num_tokens, num_outputs) if out_TO is None else out_TO
@@ -157,7 +224,19 @@ def run_linear(
         x_TK if value is None else value, x_TK if index is None else index,
     )  # fmt: skip
     if config["vector"]:
-        require(num_tokens == 1, f"{op}: the vector kernel takes 1 token, got {num_tokens}")
+        require(
+            num_tokens == 1
+            or (num_tokens <= MAX_VECTOR_TOKENS and config["block_k"] >= num_inputs),
+            f"{op}: the vector kernel takes {MAX_VECTOR_TOKENS} tokens at most (whole rows when "
+            f"more than 1), got {num_tokens} with blocks of {config['block_k']} inputs",
+        )
+        if num_tokens > 1:
+            launch(
+                linear_tokens_kernel, (blocks,), *pointers, num_outputs, x_TK.stride(0),
+                weight_OK.stride(0), eps, T=num_tokens, **flags, BLOCK_O=config["block_o"],
+                BLOCK_K=config["block_k"], PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
+            )  # fmt: skip
+            return out, total, value, index
         launch(
             linear_vector_kernel, (blocks,), *pointers, num_outputs, weight_OK.stride(0), eps,
             **flags, BLOCK_O=config["block_o"], BLOCK_K=config["block_k"],
@@ -180,8 +259,8 @@ def run_linear(
         partial, partial_squares, counters,
         num_tokens, num_outputs, x_TK.stride(0), weight_OK.stride(0), num_outputs, eps,
         **flags, BLOCK_T=block_t, BLOCK_O=block_o, BLOCK_K=config["block_k"], SPLIT_K=split,
-        STAGES=config["stages"], PRECISION="ieee", PDL=pdl, launch_pdl=pdl,
-        num_warps=config["num_warps"],
+        STAGES=config["stages"], SWAP=bool(config.get("swap")), PRECISION="ieee",
+        PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
     )  # fmt: skip
     return out, total, value, index
 

@@ -1,4 +1,4 @@
-"""The two kernels behind the linear layers of ``linear`` and ``head``.
+"""The three kernels behind the linear layers of ``linear`` and ``head``.
 
 T tokens, K inputs, OUT outputs. What a flag switches off is a pointer that is never followed.
 """
@@ -6,7 +6,7 @@ T tokens, K inputs, OUT outputs. What a flag switches off is a pointer that is n
 import triton
 import triton.language as tl
 
-from kernels.device import add_rounded, dot, last_to_arrive, prefetch_l2, wait_for_predecessor
+from kernels.device import add_rounded, dot, last_to_arrive, wait_for_predecessor
 
 
 @triton.jit
@@ -63,6 +63,54 @@ def linear_vector_kernel(
 
 
 @triton.jit
+def linear_tokens_kernel(
+    x, added, gain, weight, residual, out, total, best_value, best_index,
+    OUT, x_stride, weight_stride, eps,
+    T: tl.constexpr, K: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, STORE: tl.constexpr, ARGMAX: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    o = pid * BLOCK_O + tl.arange(0, BLOCK_O)
+    k = tl.arange(0, BLOCK_K)
+    in_o = o < OUT
+    in_k = k < K
+    # whole rows of the weight stay in registers while every token passes by
+    tile = tl.load(
+        weight + o.to(tl.int64)[:, None] * weight_stride + k[None, :],
+        mask=in_o[:, None] & in_k[None, :],
+        other=0.0,
+        eviction_policy="evict_first",
+    )
+    wait_for_predecessor(PDL)
+    if HAS_NORM:
+        g = tl.load(gain + k, mask=in_k, other=0.0).to(tl.float32)
+    for t in tl.static_range(T):
+        x_k = tl.load(x + t * x_stride + k, mask=in_k, other=0.0)
+        if HAS_ADDED:
+            x_k = add_rounded(x_k, tl.load(added + t * x_stride + k, mask=in_k, other=0.0))
+            if pid == 0:
+                tl.store(total + t * x_stride + k, x_k, mask=in_k)
+        v = x_k.to(tl.float32)
+        if HAS_NORM:
+            scale = tl.rsqrt(tl.sum(v * v, axis=0) / K + eps)
+            v *= g
+        y = tl.sum(tile.to(tl.float32) * v[None, :], axis=1)
+        if HAS_NORM:
+            y *= scale
+        if HAS_RESIDUAL:
+            y += tl.load(residual + t * OUT + o, mask=in_o, other=0.0).to(tl.float32)
+        y = y.to(x.dtype.element_ty)
+        if STORE:
+            tl.store(out + t * OUT + o, y, mask=in_o)
+        if ARGMAX:
+            value = tl.where(in_o, y.to(tl.float32), float("-inf"))
+            best = tl.max(value, axis=0)
+            tl.store(best_value + pid * T + t, best)
+            tl.store(best_index + pid * T + t, tl.min(tl.where(value == best, o, OUT - 1), axis=0))
+
+
+@triton.jit
 def linear_matrix_kernel(
     x, added, gain, weight, residual, out, total, best_value, best_index,
     partial, partial_squares, counters,
@@ -70,7 +118,7 @@ def linear_matrix_kernel(
     K: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     STORE: tl.constexpr, ARGMAX: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pid_o = tl.program_id(0)
     pid_k = tl.program_id(1)
@@ -80,17 +128,14 @@ def linear_matrix_kernel(
     t = pid_t * BLOCK_T + tl.arange(0, BLOCK_T)
     k = pid_k * PART + tl.arange(0, BLOCK_K)
     rows = weight + o.to(tl.int64)[:, None] * weight_stride
-    LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
-    if PDL:
-        line = tl.arange(0, BLOCK_K // LINE if BLOCK_K >= LINE else 1) * LINE
-        for k0 in range(0, PART, BLOCK_K):
-            column = tl.minimum(pid_k * PART + k0 + line, K - 1)
-            row = tl.minimum(o, OUT - 1).to(tl.int64)
-            prefetch_l2(weight + row[:, None] * weight_stride + column[None, :], PDL)
     wait_for_predecessor(PDL)
     t_offset = t.to(tl.int64)[:, None] * x_stride
-    acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
-    squares = tl.zeros([BLOCK_T], dtype=tl.float32)
+    if SWAP:
+        # rows of the weight are the rows of the product: 64 of them make it a warp group's
+        acc = tl.zeros([BLOCK_O, BLOCK_T], dtype=tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
+    squares_all = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.float32)
     for k0 in tl.range(0, PART, BLOCK_K, num_stages=STAGES):
         in_k = k0 + k < K
         in_x = (t < T)[:, None] & in_k[None, :]
@@ -107,10 +152,16 @@ def linear_matrix_kernel(
                 tl.store(total + t_offset + (k0 + k)[None, :], v, mask=in_x)
         if HAS_NORM:
             wide = v.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
+            squares_all += wide * wide
             g = tl.load(gain + k0 + k, mask=in_k, other=0.0).to(tl.float32)
             v = (wide * g[None, :]).to(weight.dtype.element_ty)
-        acc = dot(v, tl.trans(tile), acc, PRECISION)
+        if SWAP:
+            acc = dot(tile, tl.trans(v), acc, PRECISION)
+        else:
+            acc = dot(v, tl.trans(tile), acc, PRECISION)
+    if SWAP:
+        acc = tl.trans(acc)
+    squares = tl.sum(squares_all, axis=1)
     if SPLIT_K > 1:
         block = (pid_t * tl.num_programs(0) + pid_o).to(tl.int64)
         inner = tl.arange(0, BLOCK_T)[:, None] * BLOCK_O + tl.arange(0, BLOCK_O)[None, :]

@@ -151,19 +151,19 @@ def _run(
         "moe_gate_up",
         device,
         shape,
-        lambda: moe_gate_up.default_config(num_tokens, num_pairs, size),
+        lambda: moe_gate_up.default_config(num_tokens, num_pairs, size, hidden),
     )
     second = config_for(
         "moe_down",
         device,
         shape,
-        lambda: moe_down.default_config(num_tokens, num_pairs, hidden, inter, size, device),
+        lambda: moe_down.default_config(num_tokens, num_pairs, inter, size),
     )
     active = None
     if second["scheme"] == moe_down.STATIONARY:
         require(
-            num_tokens <= moe_down.MAX_STATIONARY_TOKENS and not first["vector"],
-            "moe: the stationary scheme takes 16 tokens at most, after the matrix kernel",
+            num_tokens <= moe_down.MAX_STATIONARY_TOKENS,
+            f"moe: the stationary scheme takes {moe_down.MAX_STATIONARY_TOKENS} tokens at most",
         )
         active = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     slots = make_slots(expert_TK, num_experts, first.get("block_t", 16))

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.device import dot, last_to_arrive, prefetch_l2, wait_for_predecessor
-from kernels.launch import arrival_counters, cdiv, launch, num_multiprocessors, pdl_for, pow2
+from kernels.device import dot, last_to_arrive, wait_for_predecessor
+from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, require
 from kernels.moe_rows import (
     MAX_PAIRS_UNSORTED,
     Slots,
@@ -21,7 +21,9 @@ from kernels.moe_rows import (
 from kernels.tuning import Config
 
 #: configuration values of "scheme"
-VECTOR, STATIONARY, GROUPED = 0, 1, 2
+VECTOR, STATIONARY, GROUPED, SHARED = 0, 1, 2, 3
+#: pairs up to which the vector kernels may be the faster ones
+MAX_PAIRS_SHARED = 128
 #: most tokens of the stationary scheme: its rows are the tokens
 MAX_STATIONARY_TOKENS = 16
 
@@ -32,27 +34,20 @@ def down_vector_kernel(
     INTER: tl.constexpr, K: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    # the tokens of one block of columns run together: experts they share are read once
+    t = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     i = tl.arange(0, BLOCK_I)
     k = tl.arange(0, UNROLL)
     in_o = o < H
     rows = down + o.to(tl.int64)[None, :, None] * row_stride + i[None, None, :]
-    if PDL:
-        # the router wrote the experts two kernels ago, see wait_for_predecessor
-        LINE: tl.constexpr = 128 // (down.dtype.element_ty.primitive_bitwidth // 8)
-        line = tl.arange(0, BLOCK_I // LINE if BLOCK_I >= LINE else 1) * LINE
-        first = tl.minimum(o, H - 1).to(tl.int64)[:, None] * row_stride
-        first = first + tl.minimum(line, INTER - 1)[None, :]
-        for n in range(0, K):
-            e = tl.load(experts + n, cache_modifier=".cg").to(tl.int64)
-            prefetch_l2(down + e * expert_stride + first, PDL)
     wait_for_predecessor(PDL)
     acc = tl.zeros([BLOCK_O, BLOCK_I], dtype=tl.float32)
     # several experts' rows in one load: that is what keeps enough bytes in flight
     for k0 in range(0, K, UNROLL):
         in_k = k0 + k < K
-        e = tl.load(experts + k0 + k, mask=in_k, other=0).to(tl.int64)
-        w = tl.load(weights + k0 + k, mask=in_k, other=0.0).to(tl.float32)
+        e = tl.load(experts + t * K + k0 + k, mask=in_k, other=0).to(tl.int64)
+        w = tl.load(weights + t * K + k0 + k, mask=in_k, other=0.0).to(tl.float32)
         for i0 in tl.static_range(0, INTER, BLOCK_I):
             in_i = i0 + i < INTER
             tile = tl.load(
@@ -62,7 +57,7 @@ def down_vector_kernel(
                 eviction_policy="evict_first",
             )
             v = tl.load(
-                hidden + (k0 + k)[:, None] * INTER + (i0 + i)[None, :],
+                hidden + (t * K + k0 + k)[:, None] * INTER + (i0 + i)[None, :],
                 mask=in_k[:, None] & in_i[None, :],
                 other=0.0,
             )
@@ -70,8 +65,8 @@ def down_vector_kernel(
             acc += tl.sum(tile.to(tl.float32) * v[:, None, :], axis=0)
     y = tl.sum(acc, axis=1)
     if HAS_RESIDUAL:
-        y += tl.load(residual + o, mask=in_o, other=0.0).to(tl.float32)
-    tl.store(out + o, y.to(out.dtype.element_ty), mask=in_o)
+        y += tl.load(residual + t * H + o, mask=in_o, other=0.0).to(tl.float32)
+    tl.store(out + t * H + o, y.to(out.dtype.element_ty), mask=in_o)
 
 
 @triton.jit
@@ -148,11 +143,44 @@ def down_stationary_kernel(
 
 
 @triton.jit
+def down_shared_kernel(
+    hidden, down, weights, experts, pairs_out, P, H, expert_stride, row_stride,
+    INTER: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    # whole rows of an expert stay in registers while its tokens pass by, one after the other
+    pair = tl.program_id(0)
+    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    i = tl.arange(0, BLOCK_I)
+    p = tl.arange(0, BLOCK_P)
+    in_o = o < H
+    in_i = i < INTER
+    wait_for_predecessor(PDL)
+    e = tl.load(experts + pair).to(tl.int64)
+    ids = tl.load(experts + p, mask=p < P, other=-1)
+    if tl.min(tl.where(ids == e, p, BLOCK_P), axis=0) < pair:
+        return
+    tile = tl.load(
+        down + e * expert_stride + o.to(tl.int64)[:, None] * row_stride + i[None, :],
+        mask=in_o[:, None] & in_i[None, :],
+        other=0.0,
+        eviction_policy="evict_first",
+    )
+    while pair < P:
+        v = tl.load(hidden + pair.to(tl.int64) * INTER + i, mask=in_i, other=0.0).to(tl.float32)
+        w = tl.load(weights + pair).to(tl.float32)
+        y = tl.sum(tile.to(tl.float32) * v[None, :], axis=1) * w
+        tl.store(pairs_out + pair.to(tl.int64) * H + o, y, mask=in_o)
+        following = tl.min(tl.where((ids == e) & (p > pair), p, BLOCK_P), axis=0)
+        pair = tl.where(following < BLOCK_P, following, P)
+
+
+@triton.jit
 def down_grouped_kernel(
     hidden, down, weights, experts, order, tile_expert, tile_first, tile_count, pairs_out,
     P, H, expert_stride, row_stride,
     INTER: tl.constexpr, SLOT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(1)
@@ -171,7 +199,10 @@ def down_grouped_kernel(
         pair = pairs_of_slot(
             experts, order, tile_first, slot, e, m, count, P, SLOT, BLOCK_P
         ).to(tl.int64)  # fmt: skip
-        acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
+        if SWAP:
+            acc = tl.zeros([BLOCK_O, BLOCK_T], dtype=tl.float32)
+        else:
+            acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
         for i0 in tl.range(0, INTER, BLOCK_I, num_stages=STAGES):
             in_i = i0 + i < INTER
             a = tl.load(
@@ -185,7 +216,12 @@ def down_grouped_kernel(
                 other=0.0,
                 eviction_policy="evict_first",
             )
-            acc = dot(a, tl.trans(tile), acc, PRECISION)
+            if SWAP:
+                acc = dot(tile, tl.trans(a), acc, PRECISION)
+            else:
+                acc = dot(a, tl.trans(tile), acc, PRECISION)
+        if SWAP:
+            acc = tl.trans(acc)
         w = tl.load(weights + pair, mask=in_m, other=0.0).to(tl.float32)
         tl.store(
             pairs_out + pair[:, None] * H + o[None, :],
@@ -213,22 +249,16 @@ def combine_kernel(
 def default_config(
     num_tokens: int,
     num_pairs: int,
-    hidden: int,
     inter: int,
     element_bytes: int,
-    device: torch.device,
 ) -> Config:
     """A good choice without tuning."""
     if num_tokens == 1:
         block_i = min(pow2(inter, 16), 2048 // element_bytes)
         return {"scheme": VECTOR, "block_o": 4, "block_i": block_i, "unroll": 4, "num_warps": 4}
-    if num_tokens <= MAX_STATIONARY_TOKENS:
-        block_o = 16
-        split = 1
-        while split < 8 and cdiv(hidden, block_o) * split < 3 * num_multiprocessors(device):
-            split *= 2
-        return {"scheme": STATIONARY, "block_o": block_o, "block_i": 512 // element_bytes,
-                "split": split, "stages": 4, "num_warps": 2}  # fmt: skip
+    if num_pairs <= 64 and inter * element_bytes <= 4096:
+        return {"scheme": VECTOR, "block_o": 4, "block_i": min(pow2(inter, 16), 1024),
+                "unroll": 4, "num_warps": 4}  # fmt: skip
     if num_pairs > MAX_PAIRS_UNSORTED:
         return {"scheme": GROUPED, "block_t": 64, "block_o": 64, "block_i": 128 // element_bytes,
                 "stages": 3, "num_warps": 4}  # fmt: skip
@@ -236,35 +266,44 @@ def default_config(
             "stages": 3, "num_warps": 4}  # fmt: skip
 
 
-def candidates(num_tokens: int, num_pairs: int) -> list[Config]:
+def candidates(num_tokens: int, num_pairs: int, inter: int) -> list[Config]:
     """What tuning tries for this number of tokens."""
     found: list[Config] = []
-    if num_tokens == 1:
+    whole = pow2(inter, 16)
+    if num_pairs <= MAX_PAIRS_SHARED:
         for block_o, block_i, unroll, num_warps in (
-            (2, 1024, 8, 4), (2, 1024, 4, 4), (4, 1024, 2, 4), (4, 1024, 4, 4), (4, 1024, 8, 4),
-            (4, 256, 8, 1), (4, 256, 4, 1), (4, 256, 8, 2), (8, 256, 4, 2), (8, 256, 8, 4),
-            (2, 256, 8, 1), (8, 1024, 2, 4),
+            (2, whole, 8, 4), (2, whole, 4, 4), (4, whole, 2, 4), (4, whole, 4, 4),
+            (4, 256, 8, 2), (4, 256, 4, 1), (8, 256, 4, 2), (2, 256, 8, 1), (8, whole, 2, 4),
         ):  # fmt: skip
-            found.append({"scheme": VECTOR, "block_o": block_o, "block_i": block_i,
-                          "unroll": unroll, "num_warps": num_warps})  # fmt: skip
+            if block_i <= whole:
+                found.append({"scheme": VECTOR, "block_o": block_o, "block_i": block_i,
+                              "unroll": unroll, "num_warps": num_warps})  # fmt: skip
+    if num_tokens == 1:
+        return found
+    if num_pairs <= MAX_PAIRS_SHARED:
+        for block_o, num_warps in ((4, 1), (8, 2), (8, 1), (16, 4), (16, 2), (32, 4)):
+            found.append({"scheme": SHARED, "block_o": block_o, "block_i": whole,
+                          "num_warps": num_warps})  # fmt: skip
     if num_tokens <= MAX_STATIONARY_TOKENS:
         for block_o, block_i, split, stages, num_warps in (
-            (16, 256, 1, 4, 2), (16, 256, 2, 4, 2), (16, 256, 4, 4, 2), (16, 128, 4, 5, 2),
-            (32, 128, 2, 5, 4), (32, 128, 4, 4, 4), (32, 256, 4, 3, 4), (64, 128, 4, 4, 4),
-            (64, 128, 8, 4, 4), (16, 256, 8, 3, 2), (32, 256, 8, 3, 4),
+            (16, 256, 4, 4, 2), (32, 256, 4, 3, 4), (64, 128, 8, 4, 4),
         ):  # fmt: skip
             found.append({"scheme": STATIONARY, "block_o": block_o, "block_i": block_i,
                           "split": split, "stages": stages, "num_warps": num_warps})  # fmt: skip
     if num_pairs > MAX_PAIRS_UNSORTED:
-        tiles = ((64, 64, 64, 3, 4), (64, 128, 64, 3, 8), (32, 64, 64, 4, 4), (64, 64, 64, 4, 8))
+        tiles = ((64, 64, 64, 3, 4, 0), (64, 128, 64, 3, 8, 0), (32, 64, 64, 4, 4, 0),
+                 (64, 64, 64, 4, 8, 0), (64, 64, 64, 4, 4, 1), (64, 128, 64, 3, 4, 1))  # fmt: skip
     else:
         tiles = (
-            (16, 32, 256, 3, 4), (16, 64, 128, 3, 4), (16, 64, 128, 4, 4), (16, 64, 256, 2, 4),
-            (16, 128, 64, 4, 4), (16, 32, 128, 4, 2), (16, 128, 128, 2, 8), (16, 64, 64, 6, 4),
+            (16, 32, 256, 4, 4, 0), (16, 64, 256, 3, 4, 0), (16, 32, 256, 4, 2, 0),
+            (16, 16, 256, 4, 2, 0), (16, 64, 128, 4, 4, 1), (16, 64, 256, 3, 4, 1),
+            (16, 64, 256, 4, 4, 1), (16, 128, 128, 4, 4, 1), (16, 128, 128, 4, 8, 1),
+            (16, 64, 128, 5, 4, 1), (16, 128, 64, 5, 4, 1),
         )  # fmt: skip
-    for block_t, block_o, block_i, stages, num_warps in tiles:
+    for block_t, block_o, block_i, stages, num_warps, swap in tiles:
         found.append({"scheme": GROUPED, "block_t": block_t, "block_o": block_o,
-                      "block_i": block_i, "stages": stages, "num_warps": num_warps})  # fmt: skip
+                      "block_i": block_i, "stages": stages, "swap": swap,
+                      "num_warps": num_warps})  # fmt: skip
     return found
 
 
@@ -291,8 +330,9 @@ def run_down(
     blocks = cdiv(hidden, config["block_o"])
     if config["scheme"] == VECTOR:
         launch(
-            down_vector_kernel, (blocks,), hidden_PI, down_EHI, weight_TK, expert_TK, residual,
-            out_TH, hidden, *strides, INTER=inter, K=top_k, HAS_RESIDUAL=has_residual,
+            down_vector_kernel, (num_tokens, blocks), hidden_PI, down_EHI, weight_TK,
+            expert_TK, residual, out_TH, hidden, *strides, INTER=inter, K=top_k,
+            HAS_RESIDUAL=has_residual,
             BLOCK_O=config["block_o"], BLOCK_I=config["block_i"], UNROLL=config["unroll"],
             **common,
         )  # fmt: skip
@@ -314,13 +354,26 @@ def run_down(
         )  # fmt: skip
         return
     pairs_PH = torch.empty(num_tokens * top_k, hidden, dtype=torch.float32, device=device)
-    launch(
-        down_grouped_kernel, (blocks, slots.count), hidden_PI, down_EHI, weight_TK, expert_TK,
-        slots.order, slots.tile_expert, slots.tile_first, slots.tile_count, pairs_PH,
-        num_tokens * top_k, hidden, *strides, INTER=inter, SLOT=slots.kind, BLOCK_P=slots.block_p,
-        BLOCK_T=config["block_t"], BLOCK_O=config["block_o"], BLOCK_I=config["block_i"],
-        STAGES=config["stages"], PRECISION="ieee", **common,
-    )  # fmt: skip
+    if config["scheme"] == SHARED:
+        require(
+            config["block_i"] >= inter,
+            f"moe_down: sharing takes whole rows, {config['block_i']} of {inter} given",
+        )
+        launch(
+            down_shared_kernel, (num_tokens * top_k, blocks), hidden_PI, down_EHI, weight_TK,
+            expert_TK, pairs_PH, num_tokens * top_k, hidden, *strides, INTER=inter,
+            BLOCK_P=pow2(num_tokens * top_k), BLOCK_O=config["block_o"],
+            BLOCK_I=config["block_i"], **common,
+        )  # fmt: skip
+    else:
+        launch(
+            down_grouped_kernel, (blocks, slots.count), hidden_PI, down_EHI, weight_TK, expert_TK,
+            slots.order, slots.tile_expert, slots.tile_first, slots.tile_count, pairs_PH,
+            num_tokens * top_k, hidden, *strides, INTER=inter, SLOT=slots.kind,
+            BLOCK_P=slots.block_p, BLOCK_T=config["block_t"], BLOCK_O=config["block_o"],
+            BLOCK_I=config["block_i"], STAGES=config["stages"], SWAP=bool(config.get("swap")),
+            PRECISION="ieee", **common,
+        )  # fmt: skip
     block = min(1024, pow2(hidden))
     launch(
         combine_kernel, (cdiv(hidden, block), num_tokens), pairs_PH, residual, out_TH, hidden,

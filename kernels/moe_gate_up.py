@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.device import dot, wait_for_predecessor
-from kernels.launch import launch, pdl_for, pow2
+from kernels.launch import cdiv, launch, pdl_for, pow2, require
 from kernels.moe_rows import (
     MAX_PAIRS_UNSORTED,
     Slots,
@@ -17,21 +17,34 @@ from kernels.moe_rows import (
     num_rows_of_slot,
     pairs_of_slot,
 )
+from kernels.norm import rms_norm
 from kernels.tuning import Config
+
+#: pairs up to which the vector kernels may be the faster ones
+MAX_PAIRS_SHARED = 128
+#: configuration values of "vector": tiles of tokens, a pair a program, an expert's pairs a program
+MATRIX, PAIR, SHARED = 0, 1, 2
 
 
 @triton.jit
 def gate_up_vector_kernel(
-    x, gain, gate_up, experts, out, eps, expert_stride, row_stride,
-    H: tl.constexpr, INTER: tl.constexpr, HAS_NORM: tl.constexpr,
-    BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+    x, gain, gate_up, experts, out, active, num_active, P, eps, x_stride, expert_stride, row_stride,
+    H: tl.constexpr, INTER: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr,
+    LIST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-    pair = tl.program_id(1)
+    pair = tl.program_id(0)
+    i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     h = tl.arange(0, BLOCK_H)
     in_i = i < INTER
     wait_for_predecessor(PDL)
+    if LIST:  # noqa: SIM102 - one is known when compiling, the other is not
+        if pair == P:
+            if tl.program_id(1) == 0:
+                _list_active(experts, active, num_active, P, E, BLOCK_P, BLOCK_E)
+            return
     e = tl.load(experts + pair).to(tl.int64)
+    row = x + (pair // K).to(tl.int64) * x_stride + h
     gate = gate_up + e * expert_stride + i.to(tl.int64)[:, None] * row_stride + h[None, :]
     up = gate + INTER * row_stride
     acc_gate = tl.zeros([BLOCK_I, BLOCK_H], dtype=tl.float32)
@@ -42,7 +55,7 @@ def gate_up_vector_kernel(
         inside = in_i[:, None] & in_h[None, :]
         w_gate = tl.load(gate + h0, mask=inside, other=0.0, eviction_policy="evict_first")
         w_up = tl.load(up + h0, mask=inside, other=0.0, eviction_policy="evict_first")
-        v = tl.load(x + h0 + h, mask=in_h, other=0.0).to(tl.float32)
+        v = tl.load(row + h0, mask=in_h, other=0.0).to(tl.float32)
         if HAS_NORM:
             squares += v * v
             v *= tl.load(gain + h0 + h, mask=in_h, other=0.0).to(tl.float32)
@@ -55,7 +68,50 @@ def gate_up_vector_kernel(
         g *= scale
         u *= scale
     y = g / (1.0 + tl.exp(-g)) * u
-    tl.store(out + pair * INTER + i, y.to(out.dtype.element_ty), mask=in_i)
+    tl.store(out + pair.to(tl.int64) * INTER + i, y.to(out.dtype.element_ty), mask=in_i)
+
+
+@triton.jit
+def gate_up_shared_kernel(
+    x, gain, gate_up, experts, out, active, num_active, P, eps, x_stride, expert_stride, row_stride,
+    H: tl.constexpr, INTER: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr,
+    LIST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # whole rows of an expert stay in registers while its tokens pass by, one after the other
+    pair = tl.program_id(0)
+    i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    h = tl.arange(0, BLOCK_H)
+    p = tl.arange(0, BLOCK_P)
+    in_i = i < INTER
+    in_h = h < H
+    wait_for_predecessor(PDL)
+    if LIST:  # noqa: SIM102 - as above
+        if pair == P:
+            if tl.program_id(1) == 0:
+                _list_active(experts, active, num_active, P, E, BLOCK_P, BLOCK_E)
+            return
+    e = tl.load(experts + pair).to(tl.int64)
+    ids = tl.load(experts + p, mask=p < P, other=-1)
+    if tl.min(tl.where(ids == e, p, BLOCK_P), axis=0) < pair:
+        return
+    gate = gate_up + e * expert_stride + i.to(tl.int64)[:, None] * row_stride + h[None, :]
+    inside = in_i[:, None] & in_h[None, :]
+    w_gate = tl.load(gate, mask=inside, other=0.0, eviction_policy="evict_first")
+    w_up = tl.load(gate + INTER * row_stride, mask=inside, other=0.0, eviction_policy="evict_first")
+    if HAS_NORM:
+        factor = tl.load(gain + h, mask=in_h, other=0.0).to(tl.float32)
+    while pair < P:
+        v = tl.load(x + (pair // K).to(tl.int64) * x_stride + h, mask=in_h, other=0.0)
+        v = v.to(tl.float32)
+        if HAS_NORM:
+            v *= tl.rsqrt(tl.sum(v * v, axis=0) / H + eps) * factor
+        g = tl.sum(w_gate.to(tl.float32) * v[None, :], axis=1)
+        u = tl.sum(w_up.to(tl.float32) * v[None, :], axis=1)
+        y = g / (1.0 + tl.exp(-g)) * u
+        tl.store(out + pair.to(tl.int64) * INTER + i, y.to(out.dtype.element_ty), mask=in_i)
+        following = tl.min(tl.where((ids == e) & (p > pair), p, BLOCK_P), axis=0)
+        pair = tl.where(following < BLOCK_P, following, P)
 
 
 @triton.jit
@@ -65,7 +121,7 @@ def gate_up_matrix_kernel(
     H: tl.constexpr, INTER: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr,
     LIST: tl.constexpr, SLOT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pid_i = tl.program_id(0)
     slot = tl.program_id(1)
@@ -92,9 +148,13 @@ def gate_up_matrix_kernel(
             experts, order, tile_first, slot, e, m, count, P, SLOT, BLOCK_P
         ).to(tl.int64)  # fmt: skip
         rows = x + (pair // K)[:, None] * x_stride
-        acc_gate = tl.zeros([BLOCK_T, BLOCK_I], dtype=tl.float32)
-        acc_up = tl.zeros([BLOCK_T, BLOCK_I], dtype=tl.float32)
-        squares = tl.zeros([BLOCK_T], dtype=tl.float32)
+        if SWAP:
+            acc_gate = tl.zeros([BLOCK_I, BLOCK_T], dtype=tl.float32)
+            acc_up = tl.zeros([BLOCK_I, BLOCK_T], dtype=tl.float32)
+        else:
+            acc_gate = tl.zeros([BLOCK_T, BLOCK_I], dtype=tl.float32)
+            acc_up = tl.zeros([BLOCK_T, BLOCK_I], dtype=tl.float32)
+        squares = tl.zeros([BLOCK_T, BLOCK_H], dtype=tl.float32)
         for h0 in tl.range(0, H, BLOCK_H, num_stages=STAGES):
             in_h = h0 + h < H
             inside = in_i[:, None] & in_h[None, :]
@@ -107,13 +167,20 @@ def gate_up_matrix_kernel(
             v = tl.load(rows + (h0 + h)[None, :], mask=in_m[:, None] & in_h[None, :], other=0.0)
             if HAS_NORM:
                 wide = v.to(tl.float32)
-                squares += tl.sum(wide * wide, axis=1)
+                squares += wide * wide
                 g = tl.load(gain + h0 + h, mask=in_h, other=0.0).to(tl.float32)
                 v = (wide * g[None, :]).to(gate_up.dtype.element_ty)
-            acc_gate = dot(v, tl.trans(w_gate), acc_gate, PRECISION)
-            acc_up = dot(v, tl.trans(w_up), acc_up, PRECISION)
+            if SWAP:
+                acc_gate = dot(w_gate, tl.trans(v), acc_gate, PRECISION)
+                acc_up = dot(w_up, tl.trans(v), acc_up, PRECISION)
+            else:
+                acc_gate = dot(v, tl.trans(w_gate), acc_gate, PRECISION)
+                acc_up = dot(v, tl.trans(w_up), acc_up, PRECISION)
+        if SWAP:
+            acc_gate = tl.trans(acc_gate)
+            acc_up = tl.trans(acc_up)
         if HAS_NORM:
-            scale = tl.rsqrt(squares / H + eps)[:, None]
+            scale = tl.rsqrt(tl.sum(squares, axis=1) / H + eps)[:, None]
             acc_gate *= scale
             acc_up *= scale
         y = acc_gate / (1.0 + tl.exp(-acc_gate)) * acc_up
@@ -140,39 +207,54 @@ def _list_active(
     tl.store(num_active, tl.sum(used, axis=0))
 
 
-def default_config(num_tokens: int, num_pairs: int, element_bytes: int) -> Config:
+def default_config(num_tokens: int, num_pairs: int, element_bytes: int, hidden: int = 0) -> Config:
     """A good choice without tuning."""
     if num_tokens == 1:
         return {"vector": 1, "block_i": 4, "block_h": 4096 // element_bytes, "num_warps": 4}
+    if num_pairs <= 32 and 0 < hidden * element_bytes <= 8192:
+        return {"vector": 2, "block_i": 4, "block_h": pow2(hidden), "num_warps": 4}
     if num_pairs > MAX_PAIRS_UNSORTED:
         return {"vector": 0, "block_t": 64, "block_i": 64, "block_h": 128 // element_bytes,
-                "stages": 3, "num_warps": 4}  # fmt: skip
+                "norm_first": 1, "stages": 3, "num_warps": 4}  # fmt: skip
     return {"vector": 0, "block_t": 16, "block_i": 32, "block_h": 256 // element_bytes,
-            "stages": 4, "num_warps": 4}  # fmt: skip
+            "norm_first": 1, "stages": 4, "num_warps": 4}  # fmt: skip
 
 
-def candidates(num_tokens: int, num_pairs: int) -> list[Config]:
+def candidates(num_tokens: int, num_pairs: int, hidden: int) -> list[Config]:
     """What tuning tries for this number of tokens."""
     found: list[Config] = []
     if num_tokens == 1:
         for block_i, block_h, num_warps in (
-            (2, 2048, 4), (4, 2048, 4), (4, 2048, 8), (8, 1024, 4), (8, 2048, 8), (4, 1024, 2),
-            (2, 2048, 2), (4, 1024, 4), (8, 512, 4), (2, 1024, 2),
+            (2, 2048, 4), (4, 2048, 4), (4, 2048, 8), (8, 1024, 4), (8, 2048, 8),
+            (2, 2048, 2), (4, 1024, 4), (1, 2048, 1), (2, 1024, 2), (4, 512, 1),
         ):  # fmt: skip
-            found.append(
-                {"vector": 1, "block_i": block_i, "block_h": block_h, "num_warps": num_warps}
-            )
+            if block_h <= pow2(hidden):
+                found.append(
+                    {"vector": 1, "block_i": block_i, "block_h": block_h, "num_warps": num_warps}
+                )
+        return found
+    if num_pairs <= MAX_PAIRS_SHARED:
+        for vector, block_i, num_warps, norm_first in (
+            (2, 2, 4, 0), (2, 4, 4, 0), (2, 4, 4, 1), (2, 2, 2, 1), (2, 2, 2, 0), (2, 1, 1, 1),
+            (2, 8, 8, 1), (2, 8, 4, 1), (1, 4, 4, 0), (1, 4, 4, 1), (1, 2, 2, 1),
+        ):  # fmt: skip
+            found.append({"vector": vector, "block_i": block_i, "block_h": pow2(hidden),
+                          "norm_first": norm_first, "num_warps": num_warps})  # fmt: skip
     if num_pairs > MAX_PAIRS_UNSORTED:
-        tiles = ((64, 64, 64, 3, 4), (64, 64, 64, 4, 8), (32, 64, 64, 4, 4), (64, 128, 64, 3, 8))
+        tiles = ((64, 64, 64, 3, 4, 0), (64, 64, 64, 4, 8, 0), (32, 64, 64, 4, 4, 0),
+                 (64, 128, 64, 3, 8, 0), (64, 64, 64, 4, 4, 1), (64, 128, 64, 3, 4, 1))  # fmt: skip
     else:
         tiles = (
-            (16, 16, 128, 5, 2), (16, 16, 256, 3, 4), (16, 16, 256, 4, 2), (16, 16, 128, 4, 4),
-            (16, 32, 128, 3, 4), (16, 32, 128, 4, 4), (16, 32, 64, 6, 4), (16, 32, 256, 2, 4),
-            (16, 64, 64, 4, 4), (16, 64, 128, 3, 4), (16, 64, 128, 3, 8), (16, 32, 128, 4, 2),
+            (16, 16, 256, 4, 2, 0), (16, 32, 128, 4, 4, 0), (16, 32, 128, 5, 4, 0),
+            (16, 32, 256, 3, 4, 0), (16, 16, 512, 3, 4, 0), (16, 32, 128, 4, 2, 1),
+            (16, 32, 256, 3, 4, 1), (16, 64, 128, 3, 4, 1), (16, 64, 128, 4, 4, 1),
+            (16, 64, 64, 5, 4, 1), (16, 64, 256, 2, 4, 1), (16, 128, 64, 4, 4, 1),
+            (16, 128, 64, 5, 4, 1), (16, 128, 64, 4, 8, 1),
         )  # fmt: skip
-    for block_t, block_i, block_h, stages, num_warps in tiles:
+    for block_t, block_i, block_h, stages, num_warps, swap in tiles:
         found.append({"vector": 0, "block_t": block_t, "block_i": block_i, "block_h": block_h,
-                      "stages": stages, "num_warps": num_warps})  # fmt: skip
+                      "stages": stages, "swap": swap, "norm_first": 1,
+                      "num_warps": num_warps})  # fmt: skip
     return found
 
 
@@ -193,26 +275,39 @@ def run_gate_up(
     out_PI = x_TH.new_empty(num_tokens * top_k, inter)
     gain = x_TH if gain_H is None else gain_H
     pdl = pdl_for(x_TH.device)
-    flags = {"H": hidden, "INTER": inter, "HAS_NORM": gain_H is not None}
-    blocks = -(-inter // config["block_i"])
+    blocks = cdiv(inter, config["block_i"])
+    num_pairs = num_tokens * top_k
+    if gain_H is not None and config.get("norm_first"):
+        # a kernel of its own for the norm leaves the product's loop with loads and dots alone
+        x_TH, gain_H = rms_norm(x_TH, gain_H, eps), None
+    flags = {"H": hidden, "INTER": inter, "K": top_k, "HAS_NORM": gain_H is not None}
+    listed = active is not None
+    # what a flag switches off still needs a pointer of a fixed type
+    place = active if active is not None else expert_TK
+    number = active[num_experts:] if active is not None else expert_TK
+    strides = (x_TH.stride(0), *gate_up_EJH.stride()[:2])
     if config["vector"]:
+        require(
+            config["vector"] == PAIR or config["block_h"] >= hidden,
+            f"moe_gate_up: sharing takes whole rows, {config['block_h']} of {hidden} given",
+        )
         launch(
-            gate_up_vector_kernel, (blocks, top_k), x_TH, gain, gate_up_EJH, expert_TK, out_PI, eps,
-            *gate_up_EJH.stride()[:2], **flags,
-            BLOCK_I=config["block_i"], BLOCK_H=config["block_h"],
-            PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
+            gate_up_vector_kernel if config["vector"] == PAIR else gate_up_shared_kernel,
+            (num_pairs + (1 if listed else 0), blocks), x_TH, gain, gate_up_EJH, expert_TK, out_PI,
+            place, number, num_pairs, eps, *strides, **flags, E=num_experts, LIST=listed,
+            BLOCK_P=pow2(num_pairs), BLOCK_E=pow2(num_experts), BLOCK_I=config["block_i"],
+            BLOCK_H=config["block_h"], PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
         )  # fmt: skip
         return out_PI
-    listed = active is not None
     launch(
         gate_up_matrix_kernel, (blocks, slots.count + (1 if listed else 0)),
         x_TH, gain, gate_up_EJH, expert_TK, slots.order, slots.tile_expert, slots.tile_first,
-        slots.tile_count, out_PI, active if active is not None else expert_TK,
-        active[num_experts:] if active is not None else expert_TK,
-        num_tokens * top_k, slots.count, x_TH.stride(0), eps, *gate_up_EJH.stride()[:2],
-        **flags, E=num_experts, K=top_k, LIST=listed, SLOT=slots.kind, BLOCK_P=slots.block_p,
+        slots.tile_count, out_PI, place, number, num_pairs, slots.count, strides[0], eps,
+        *strides[1:],
+        **flags, E=num_experts, LIST=listed, SLOT=slots.kind, BLOCK_P=slots.block_p,
         BLOCK_E=pow2(num_experts), BLOCK_T=config["block_t"], BLOCK_I=config["block_i"],
-        BLOCK_H=config["block_h"], STAGES=config["stages"], PRECISION="ieee",
+        BLOCK_H=config["block_h"], STAGES=config["stages"], SWAP=bool(config.get("swap")),
+        PRECISION="ieee",
         PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
     )  # fmt: skip
     return out_PI

@@ -15,6 +15,8 @@ from kernels.tuning import Config, config_for
 SCORES = ("softmax", "sigmoid")
 #: a program holds all the logits of its tokens
 MAX_EXPERTS = 1024
+#: most tokens that pass by rows of the router's weight held in registers
+MAX_ROWS_TOKENS = 8
 
 
 def check_route(num_experts: int, top_k: int, score: str) -> None:
@@ -95,11 +97,13 @@ def _choose(
     chosen = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.int32)
     weight = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.float32)
     for n in tl.static_range(K):
-        best = tl.max(choice, axis=1)
-        # NaN logits match nothing: the last expert, so that the index stays in range
-        index = tl.min(tl.where(choice == best[:, None], e[None, :], E - 1), axis=1)
+        best, index = tl.max(
+            choice, axis=1, return_indices=True, return_indices_tie_break_left=True
+        )
+        # NaN logits: whatever was found, in range
+        index = tl.minimum(index, E - 1)
         here = e[None, :] == index[:, None]
-        value = tl.sum(tl.where(here, score, 0.0), axis=1)
+        value = tl.sum(tl.where(here, score, 0.0), axis=1) if HAS_BIAS else best
         choice = tl.where(here, float("-inf"), choice)
         chosen = tl.where(k[None, :] == n, index[:, None], chosen)
         weight = tl.where(k[None, :] == n, value[:, None], weight)
@@ -196,6 +200,46 @@ def norm_route_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def norm_route_rows_kernel(
+    x, gain, weight, bias, out_weight, out_expert, logits, counters,
+    x_stride, weight_stride, eps, scale,
+    T: tl.constexpr, H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * ROWS
+    rows = first + tl.arange(0, ROWS)
+    h = tl.arange(0, BLOCK_H)
+    in_h = h < H
+    tile = tl.load(
+        weight + rows.to(tl.int64)[:, None] * weight_stride + h[None, :],
+        mask=(rows < E)[:, None] & in_h[None, :],
+        other=0.0,
+    )
+    g = tl.load(gain + h, mask=in_h, other=0.0).to(tl.float32)
+    wait_for_predecessor(PDL)
+    for t in tl.static_range(T):
+        v = tl.load(x + t * x_stride + h, mask=in_h, other=0.0).to(tl.float32)
+        y = tl.sum(tile.to(tl.float32) * (v * g)[None, :], axis=1)
+        y *= tl.rsqrt(tl.sum(v * v, axis=0) / H + eps)
+        tl.store(logits + t * BLOCK_E + rows, y, mask=rows < E)
+    if last_to_arrive(counters, tl.num_programs(0)):
+        e = tl.arange(0, BLOCK_E)
+        t_all = tl.arange(0, BLOCK_T)
+        in_t = t_all < T
+        values = tl.load(
+            logits + t_all[:, None] * BLOCK_E + e[None, :],
+            mask=in_t[:, None] & (e < E)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        _choose(
+            values, t_all, in_t, bias, out_weight, out_expert, scale,
+            E, K, HAS_BIAS, SIGMOID, RENORMALIZE, BLOCK_T, BLOCK_E, BLOCK_K,
+        )  # fmt: skip
+
+
 def route(
     logits_TE: torch.Tensor,
     top_k: int,
@@ -227,19 +271,28 @@ def route(
 
 def default_config(num_tokens: int, hidden: int, num_experts: int, element_bytes: int) -> Config:
     """A good choice without tuning."""
+    if num_tokens <= MAX_ROWS_TOKENS and pow2(hidden) * element_bytes <= 16384:
+        return {"rows": 2, "num_warps": 4}
     block_h = max(32, min(128, 32768 // (pow2(num_experts, 16) * element_bytes)))
     split = 1
     while split < (16 if num_tokens <= 4 else 8) and 2 * split * block_h <= hidden:
         split *= 2
-    return {"split": split, "block_h": block_h, "stages": 2, "num_warps": 4}
+    return {"rows": 0, "split": split, "block_h": block_h, "stages": 2, "num_warps": 4}
 
 
-def candidates(num_experts: int) -> list[Config]:
+def candidates(num_tokens: int, num_experts: int) -> list[Config]:
     """What tuning tries."""
-    return [
-        {"split": split, "block_h": block_h, "stages": stages, "num_warps": num_warps}
-        for split in (4, 8, 16, 32)
-        for block_h, stages, num_warps in ((64, 2, 4), (64, 3, 8), (128, 2, 4))
+    found: list[Config] = []
+    if num_tokens <= MAX_ROWS_TOKENS:
+        found = [
+            {"rows": rows, "num_warps": num_warps}
+            for rows, num_warps in ((1, 4), (2, 4), (4, 4), (1, 2), (2, 8), (4, 8), (1, 8))
+        ]
+    tiles = ((64, 2, 4), (64, 3, 8), (128, 2, 4)) if num_tokens > 1 else ((128, 2, 4),)
+    return found + [
+        {"rows": 0, "split": split, "block_h": block_h, "stages": stages, "num_warps": num_warps}
+        for split in (8, 16, 32)
+        for block_h, stages, num_warps in tiles
         if block_h * pow2(num_experts) <= 16384 and split * block_h <= 2048
     ]
 
@@ -271,20 +324,38 @@ def norm_route(
     )
     weight_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
     expert_TK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=device)
-    split, block_e, block_t = config["split"], pow2(num_experts, 16), 16
+    block_e, pdl = pow2(num_experts, 16), pdl_for(device)
+    bias = x_TH if bias_E is None else bias_E
+    flags = {
+        "H": hidden, "E": num_experts, "K": top_k, "HAS_BIAS": bias_E is not None,
+        "SIGMOID": score == "sigmoid", "RENORMALIZE": renormalize, "BLOCK_E": block_e,
+        "BLOCK_K": pow2(top_k), "PDL": pdl, "launch_pdl": pdl, "num_warps": config["num_warps"],
+    }  # fmt: skip
+    if config.get("rows"):
+        require(
+            num_tokens <= MAX_ROWS_TOKENS,
+            f"norm_route: whole rows take {MAX_ROWS_TOKENS} tokens at most, got {num_tokens}",
+        )
+        logits = torch.empty(num_tokens, block_e, dtype=torch.float32, device=device)
+        launch(
+            norm_route_rows_kernel, (cdiv(num_experts, config["rows"]),),
+            x_TH, norm_weight_H, weight_EH, bias, weight_TK, expert_TK, logits,
+            arrival_counters(device, 1), x_TH.stride(0), weight_EH.stride(0), eps, scale,
+            T=num_tokens, ROWS=config["rows"], BLOCK_H=pow2(hidden), BLOCK_T=pow2(num_tokens),
+            **flags,
+        )  # fmt: skip
+        return weight_TK, expert_TK
+    split, block_t = config["split"], 16
     token_blocks = cdiv(num_tokens, block_t)
     size = token_blocks * split * block_t
     partial = torch.empty(size * block_e, dtype=torch.float32, device=device)
     partial_squares = torch.empty(size, dtype=torch.float32, device=device)
-    pdl = pdl_for(device)
     launch(
         norm_route_kernel, (split, token_blocks),
-        x_TH, norm_weight_H, weight_EH, x_TH if bias_E is None else bias_E, weight_TK, expert_TK,
+        x_TH, norm_weight_H, weight_EH, bias, weight_TK, expert_TK,
         partial, partial_squares, arrival_counters(device, token_blocks),
         num_tokens, x_TH.stride(0), weight_EH.stride(0), eps, scale,
-        H=hidden, E=num_experts, K=top_k, HAS_BIAS=bias_E is not None,
-        SIGMOID=score == "sigmoid", RENORMALIZE=renormalize, SPLIT=split, BLOCK_T=block_t,
-        BLOCK_E=block_e, BLOCK_H=config["block_h"], BLOCK_K=pow2(top_k), STAGES=config["stages"],
-        PRECISION="ieee", PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
+        SPLIT=split, BLOCK_T=block_t, BLOCK_H=config["block_h"], STAGES=config["stages"],
+        PRECISION="ieee", **flags,
     )  # fmt: skip
     return weight_TK, expert_TK

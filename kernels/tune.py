@@ -1,6 +1,6 @@
 """Find the fastest configuration of each kernel on this GPU and keep it in the cache.
 
-    python -m kernels.tune [--tokens 1 1x4 16x1 1x64] [--path FILE] [--workers N] [--pdl]
+    python -m kernels.tune [--tokens 1x1 1x4 16x1] [--path FILE] [--budget-s 100] [--pdl]
 
 ``1x4`` is one sequence of four tokens (a verify), ``16x1`` sixteen sequences of one (a decode).
 Configurations are compiled in parallel first (Triton's disk cache), then timed alone with a cold
@@ -9,17 +9,20 @@ the cache.
 """
 
 import argparse
+import json
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from kernels import moe_down, moe_gate_up, tuning
+from kernels import tuning
 from kernels.catalog import MIXTRAL_8X7B_TP8, QWEN3_30B_A3B, Case, Dims, layer_cases
 from kernels.compile_all import candidates_for
 from kernels.opset import opset
@@ -27,6 +30,8 @@ from kernels.shared_memory import fitting
 from kernels.timing import Timing, relative_error, rotated_inputs, time_case
 
 MODELS = {dims.name: dims for dims in (QWEN3_30B_A3B, MIXTRAL_8X7B_TP8)}
+#: sequences x tokens each; the most valuable first
+SIZES = ("1x4", "1x1", "16x1", "1x64", "4x1")
 #: relative error up to which a bf16 result counts as right
 MAX_ERROR = 0.03
 
@@ -43,22 +48,25 @@ def parse_size(text: str) -> tuple[int, int]:
     return sequences, tokens
 
 
+Job = tuple[str, tuning.Config]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One case at one size, with the configurations to try."""
+
+    size: tuple[int, int]
+    case: Case
+    jobs: list[Job]
+
+
 def _force(
     stack: ExitStack, op: str, config: tuning.Config, best: dict[str, tuning.Config]
 ) -> None:
-    """Force ``config`` for ``op``, and something that goes with it for the MoE's other half."""
+    """Force ``config`` for ``op``, and one choice for the MoE's other half."""
     stack.enter_context(tuning.forced(op, config))
-    if op == "moe_down":
-        other = best.get("moe_gate_up")
-        if config["scheme"] == moe_down.STATIONARY and (other is None or other["vector"]):
-            other = moe_gate_up.default_config(2, 2, 2)
-        if other is not None:
-            stack.enter_context(tuning.forced("moe_gate_up", other))
-    if op == "moe_gate_up":
-        # timed together with a second half that accepts both kinds of first half
-        second = {"scheme": moe_down.GROUPED, "block_t": 16, "block_o": 64, "block_i": 64,
-                  "stages": 3, "num_warps": 4}  # fmt: skip
-        stack.enter_context(tuning.forced("moe_down", second))
+    if op == "moe_down" and "moe_gate_up" in best:
+        stack.enter_context(tuning.forced("moe_gate_up", best["moe_gate_up"]))
 
 
 def _candidates(op: str, dims: Dims, size: tuple[int, int]) -> list[tuning.Config]:
@@ -67,7 +75,7 @@ def _candidates(op: str, dims: Dims, size: tuple[int, int]) -> list[tuning.Confi
     return fitting(op, candidates_for(op, dims, *size), limit, 2, dims.head_size, dims.experts)
 
 
-def _warm(model: str, size: tuple[int, int], context: int, name: str, jobs: list) -> None:
+def _warm(model: str, size: tuple[int, int], context: int, name: str, jobs: list[Job]) -> None:
     """In a worker: run each configuration once, which compiles it into Triton's disk cache."""
     device = torch.device("cuda")
     dims = replace(MODELS[model], vocab=min(MODELS[model].vocab, 8192))
@@ -83,48 +91,106 @@ def _warm(model: str, size: tuple[int, int], context: int, name: str, jobs: list
             print(f"{name} {op} {config}: {str(error)[:200]}", file=sys.stderr)
 
 
+def _compile_all(
+    work: list[Work], model: str, context: int, workers: int, seconds: float
+) -> set[tuple[Any, ...]]:
+    """Compile in parallel for at most ``seconds``; which (case, size, op, configuration) is ready.
+
+    Jobs are taken in turn from every case, so that what time cuts off is the tail of each.
+    """
+    queues = [
+        [(item, part) for part in [item.jobs[i : i + 3] for i in range(0, len(item.jobs), 3)]]
+        for item in work
+    ]
+    turns = [job for turn in zip_longest(*queues) for job in turn if job is not None]
+    ready: set[tuple[Any, ...]] = set()
+    end = time.monotonic() + seconds
+    pool = ProcessPoolExecutor(workers, get_context("spawn"))
+    futures = {
+        pool.submit(_warm, model, item.size, context, item.case.name, part): (item, part)
+        for item, part in turns
+    }
+    try:
+        for future in as_completed(futures, timeout=max(0.0, end - time.monotonic())):
+            item, part = futures[future]
+            if future.exception() is None:
+                ready |= {_identity(item, op, config) for op, config in part}
+    except TimeoutError:
+        print(f"compiling stopped after {seconds:.0f} s", flush=True)
+    pool.shutdown(wait=False, cancel_futures=True)
+    return ready
+
+
+def _identity(item: Work, op: str, config: tuning.Config) -> tuple[Any, ...]:
+    return (item.case.name, item.size, op, tuple(sorted(config.items())))
+
+
 def tune_case(
-    case: Case, dims: Dims, size: tuple[int, int], path: Path, pdl: bool
-) -> dict[str, tuple[tuning.Config, Timing]]:
-    """Time every candidate of every op of the case; write the winners; return them."""
-    device = torch.device("cuda")
+    item: Work,
+    path: Path,
+    pdl: bool,
+    seconds: float,
+    log: list[dict[str, object]],
+    ready: set[tuple[Any, ...]] | None,
+) -> None:
+    """Time the candidates of every op of the case and write the winners.
+
+    Stops trying after ``seconds`` once an op has a winner; ``ready`` (None: all) names what is
+    compiled.
+    """
+    device, case = torch.device("cuda"), item.case
     gpu = torch.cuda.get_device_name(device)
     inputs = rotated_inputs(case, device, torch.bfloat16)
     best: dict[str, tuning.Config] = {}
-    found: dict[str, tuple[tuning.Config, Timing]] = {}
-    for op in case.tuned:
+    start = time.monotonic()
+    for number, op in enumerate(case.tuned, 1):
         trials: list[tuple[Timing, tuning.Config, str]] = []
-        for config in _candidates(op, dims, size):
+        for config in [config for name, config in item.jobs if name == op]:
+            if ready is not None and _identity(item, op, config) not in ready:
+                continue
+            if trials and time.monotonic() - start > seconds * number / len(case.tuned):
+                print(f"  {op}: out of time after {len(trials)} configurations")
+                break
+            line: dict[str, object] = {"case": case.name, "op": op, "config": dict(config)}
+            log.append(line | {"size": f"{item.size[0]}x{item.size[1]}"})
+            line = log[-1]
             try:
                 with ExitStack() as stack:
                     _force(stack, op, config, best)
-                    error = relative_error(case, inputs[0])
+                    line["error"] = error = relative_error(case, inputs[0])
                     if error > MAX_ERROR:
                         print(f"  wrong: {op} {dict(config)}: relative error {error:.3g}")
                         continue
                     timing = time_case(case, inputs, 5, pdl)
+                    line["us"] = timing.us
                     trials.append((timing, config, tuning.last_used(op)[0]))
             except Exception as failure:  # noqa: BLE001 - a configuration that cannot run loses
-                print(f"  cannot run: {op} {dict(config)}: {str(failure).splitlines()[0][:160]}")
+                text = str(failure).splitlines()[0][:160] if str(failure) else repr(failure)
+                line["failure"] = text
+                print(f"  cannot run: {op} {dict(config)}: {text}")
         if not trials:
             continue
         timing, config, key = min(trials, key=lambda trial: trial[0].us)
         best[op] = config
-        found[op] = (config, timing)
         tuning.save(path, gpu, op, key, config)
-        print(f"{case.name:<20}{op:<14}{key}: {timing.us:.1f} us {dict(config)}", flush=True)
-    return found
+        print(
+            f"{item.size[0]}x{item.size[1]} {case.name:<14}{op:<14}{timing.us:8.1f} us of "
+            f"{len(trials)} {key} {dict(config)}",
+            flush=True,
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m kernels.tune", description=__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default=QWEN3_30B_A3B.name)
-    parser.add_argument("--tokens", nargs="+", default=["1x1", "1x4", "16x1", "1x64"])
+    parser.add_argument("--tokens", nargs="+", default=list(SIZES))
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--ops", nargs="+", help="only cases of these names")
     parser.add_argument("--path", type=Path, default=tuning.default_path())
     parser.add_argument("--workers", type=int, default=8, help="processes that compile")
+    parser.add_argument("--budget-s", type=float, default=3600.0, help="seconds in all, about")
+    parser.add_argument("--log", type=Path, help="write every timing as a JSON line")
     parser.add_argument("--pdl", action="store_true", help="time with programmatic launch")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -136,30 +202,35 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     dims = MODELS[args.model]
-    work = [
-        (size, case)
-        for size in sizes
-        for case in layer_cases(dims, *size, args.context)
-        if case.name != "norm_linear_argmax" and (not args.ops or case.name in args.ops)
-    ]
+    work: list[Work] = []
+    planned: set[tuple[str, int]] = set()
+    for size in sizes:
+        for case in layer_cases(dims, *size, args.context):
+            if case.name == "norm_linear_argmax" or (args.ops and case.name not in args.ops):
+                continue
+            # all but attention see the number of tokens alone
+            rows = (case.name, size[0] * size[1])
+            if case.name != "qkv_attention" and rows in planned:
+                continue
+            planned.add(rows)
+            jobs = [(op, c) for op in case.tuned for c in _candidates(op, dims, size)]
+            work.append(Work(size, case, jobs))
     start = time.monotonic()
+    ready = None
     if args.workers > 1:
-        with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
-            waiting = []
-            for size, case in work:
-                jobs = [(op, c) for op in case.tuned for c in _candidates(op, dims, size)]
-                for part in range(0, len(jobs), 4):
-                    waiting.append(
-                        pool.submit(
-                            _warm, args.model, size, args.context, case.name, jobs[part : part + 4]
-                        )
-                    )
-            for future in waiting:
-                future.result()
-    print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
-    for size, case in work:
-        tune_case(case, dims, size, args.path, args.pdl)
+        ready = _compile_all(work, args.model, args.context, args.workers, args.budget_s * 0.55)
+    count = sum(len(item.jobs) for item in work)
+    done = "" if ready is None else f"{len(ready)} of "
+    print(f"{done}{count} compiled in {time.monotonic() - start:.0f} s", flush=True)
+    log: list[dict[str, object]] = []
+    for number, item in enumerate(work):
+        left = args.budget_s - (time.monotonic() - start)
+        weight = sum(len(later.jobs) for later in work[number:])
+        seconds = max(0.0, left * len(item.jobs) / weight)
+        tune_case(item, args.path, args.pdl, seconds, log, ready)
         torch.cuda.empty_cache()
+    if args.log:
+        args.log.write_text("".join(json.dumps(line) + "\n" for line in log))
     print(f"{time.monotonic() - start:.0f} s; written to {args.path}")
     return 0
 

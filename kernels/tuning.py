@@ -1,11 +1,13 @@
 """Which configuration a kernel runs with: a tuned one from the cache, else the default.
 
 The cache is one JSON file, GPU name -> op -> shape -> configuration, written by
-``python -m kernels.tune`` and only read here. Nothing is ever tuned while a kernel is in use.
+``python -m kernels.tune`` and only read here. What it lacks may be in the files shipped in
+``kernels/configs`` (one a GPU, same form). Nothing is ever tuned while a kernel is in use.
 """
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +19,8 @@ import torch
 Config = Mapping[str, int]
 Table = dict[str, dict[str, dict[str, int]]]
 
+#: files shipped with the package, ``<GPU name in lower case with dashes>.json``
+SHIPPED = Path(__file__).resolve().parent / "configs"
 PATH_VARIABLE = "AUTOTUNE_KERNEL_CONFIGS"
 
 
@@ -86,6 +90,20 @@ def _cached_table(path: Path, gpu: str) -> Table:
     return load(path).get(gpu, {})
 
 
+def shipped_path(gpu: str) -> Path:
+    """Where the configurations shipped for a GPU are, if there are any."""
+    return SHIPPED / ("-".join(re.findall(r"[a-z0-9]+", gpu.lower())) + ".json")
+
+
+def lookup(gpu: str, op: str, key: str) -> tuple[Config | None, str]:
+    """``(configuration, "tuned" | "shipped")`` for a shape; None where neither file has it."""
+    for path, source in ((default_path(), "tuned"), (shipped_path(gpu), "shipped")):
+        config = _cached_table(path, gpu).get(op, {}).get(key)
+        if config is not None:
+            return config, source
+    return None, ""
+
+
 @cache
 def _gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -106,10 +124,7 @@ def config_for(
     key = shape_key(shape)
     config, source = _state.forced.get(op), "forced"
     if config is None and device.type == "cuda":
-        config, source = (
-            _cached_table(default_path(), _gpu_name(device)).get(op, {}).get(key),
-            "tuned",
-        )
+        config, source = lookup(_gpu_name(device), op, key)
     if config is None:
         config, source = default(), "default"
     _state.last[op] = (key, config, source)
@@ -117,5 +132,8 @@ def config_for(
 
 
 def last_used(op: str) -> tuple[str, Config, str]:
-    """``(shape key, configuration, "forced" | "tuned" | "default")`` of the op's latest call."""
+    """``(shape key, configuration, source)`` of the op's latest call.
+
+    The source is "forced", "tuned", "shipped" or "default".
+    """
     return _state.last[op]

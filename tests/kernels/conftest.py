@@ -11,9 +11,31 @@ import torch
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the interpreter before anything imports Triton, unless GPU tests are asked for."""
-    expression = config.getoption("-m") or ""
-    if "gpu" not in expression.replace("not gpu", ""):
+    if not _gpu_asked(config):
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _gpu_asked(config: pytest.Config) -> bool:
+    expression = config.getoption("-m") or ""
+    return "gpu" in expression.replace("not gpu", "")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``-m gpu`` the interpreter's variants go, also of tests that are marked ``gpu``."""
+    if not _gpu_asked(config):
+        return
+    mine = [item for item in items if _on_interpreter(item)]
+    config.hook.pytest_deselected(items=mine)
+    items[:] = [item for item in items if item not in mine]
+
+
+def _on_interpreter(item: pytest.Item) -> bool:
+    call = getattr(item, "callspec", None)
+    return (
+        "tests/kernels" in str(item.path)
+        and call is not None
+        and call.params.get("device") == "cpu"
+    )
 
 
 @pytest.fixture(

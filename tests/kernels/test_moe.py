@@ -126,7 +126,7 @@ def test_sorted_tiles_cover_every_pair_once() -> None:
 def every_default() -> Iterator[tuple[int, tuning.Config, tuning.Config]]:
     for tokens in (1, 2, 16, 17, 64, 65, 4096):
         pairs = tokens * 8
-        second = moe_down.default_config(tokens, pairs, 2048, 768, 2, torch.device("cpu"))
+        second = moe_down.default_config(tokens, pairs, 768, 2)
         yield tokens, moe_gate_up.default_config(tokens, pairs, 2), second
 
 

@@ -93,7 +93,7 @@ def test_every_candidate_and_default_launches_on_meta_tensors(size: tuple[int, i
                             case.run(opset("triton"), inputs)
                 assert launches
                 count += 1
-    assert count > 20
+    assert count > 12
 
 
 def test_defaults_fit_the_smallest_shared_memory() -> None:
@@ -103,12 +103,13 @@ def test_defaults_fit_the_smallest_shared_memory() -> None:
             for op, config in (
                 ("norm_linear", linear.default_config(tokens, 5120, 2048, element_bytes)),
                 ("norm_route", router.default_config(tokens, 2048, 128, element_bytes)),
-                ("moe_gate_up", moe_gate_up.default_config(tokens, tokens * 8, element_bytes)),
+                (
+                    "moe_gate_up",
+                    moe_gate_up.default_config(tokens, tokens * 8, element_bytes, 2048),
+                ),
                 (
                     "moe_down",
-                    moe_down.default_config(
-                        tokens, tokens * 8, 2048, 768, element_bytes, torch.device("cpu")
-                    ),
+                    moe_down.default_config(tokens, tokens * 8, 768, element_bytes),
                 ),
                 (
                     "qkv_attention",

@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 from autotune.errors import UserError
 
 if TYPE_CHECKING:
+    from autotune.effect.by_size import SizeEffect
     from autotune.effect.verdicts import Judgement
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -168,10 +169,21 @@ def forward_changes(judgement: "Judgement", layers: int | None) -> list[dict[str
             "change_ms": round(calls * (effect.present_us - effect.without_us) / 1e3, 3)
             if effect.outcome != "inert"
             else 0.0,
+            "change_ms_90": _change_90(effect, calls),
         }
         for tokens, effect in zip(_TOKENS, judgement.together, strict=True)
         if effect.present_us is not None and effect.without_us is not None
     ]
+
+
+def _change_90(effect: "SizeEffect", calls: int) -> list[float] | None:
+    """90 % interval of the change of a forward, ms."""
+    if effect.outcome == "inert":
+        return [0.0, 0.0]
+    if effect.ratio is None or effect.without_us is None:
+        return None
+    low, high = (calls * effect.without_us * (bound - 1.0) / 1e3 for bound in effect.ratio[1:])
+    return [round(low, 3), round(high, 3)]
 
 
 def _print(judgement: "Judgement", layers: int | None) -> None:
@@ -194,9 +206,11 @@ def _print(judgement: "Judgement", layers: int | None) -> None:
     if judgement.together:
         print(f"\nall of them together: {sizes_in_words(judgement.together)}")
     for row in forward_changes(judgement, layers):
+        bounds = row["change_ms_90"]
+        spread = f" (90 %: {bounds[0]:+.2f} to {bounds[1]:+.2f})" if bounds and any(bounds) else ""
         print(
             f"  {row['tokens']} tokens ({row['bytes']} bytes): {row['change_ms']:+.2f} ms a "
-            f"forward, {row['calls']} all-reduces"
+            f"forward{spread}, {row['calls']} all-reduces"
         )
     for offer in judgement.suggestions:
         print(f"\npredicted better: {offer.text}")

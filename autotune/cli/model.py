@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autotune.cli.common import DatabaseOption, JsonOption, database_url, print_json, stdout
+from autotune.cli.model_breakeven import break_even
 from autotune.cli.model_selector import selector
 from autotune.errors import UserError
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.command("selector")(selector)
+app.command("break-even")(break_even)
 
 
 @app.command()

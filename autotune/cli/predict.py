@@ -30,7 +30,9 @@ def predict(
     target: Annotated[
         str | None, typer.Option(help="Without a study: a shape's name or a model folder.")
     ] = None,
-    machine: Annotated[str, typer.Option(help="Without a study: a machine file.")] = "auto",
+    machine: Annotated[
+        str, typer.Option(help="Without a study: a machine file, or the name of a shipped one.")
+    ] = "auto",
     concurrency: Annotated[int, typer.Option(help="Without a study.")] = 1,
     input_len: Annotated[int, typer.Option(help="Without a study.")] = 1000,
     output_len: Annotated[int, typer.Option(help="Without a study.")] = 256,
@@ -66,7 +68,7 @@ def _bare_plan(
     draft = {"shape": Path(target).name, "weights": "random"}
     study = {
         "name": "predict",
-        "machine": machine,
+        "machine": _machine_file(machine),
         "target": model,
         "draft": draft,
         "workload": {
@@ -82,14 +84,22 @@ def _bare_plan(
     return make_plan(parse_study(yaml.safe_dump(study), "command line", Path.cwd()))
 
 
+def _machine_file(name: str) -> str:
+    """The file of a shipped machine's name; other words stay as they are."""
+    shipped = Path(__file__).parents[2] / "studies" / "machines" / f"{name}.yaml"
+    return str(shipped) if shipped.is_file() else name
+
+
 def _knobs(plan: Plan, assignments: list[str]) -> Knobs:
     """The study's baseline with the given knobs set; a chain unless said otherwise."""
     given: dict[str, Scalar] = {}
     for word in assignments:
         name, _, text = word.partition("=")
-        value = yaml.safe_load(text) if text not in ("off", "on", "yes", "no") else text
         try:
+            value = yaml.safe_load(text) if text not in ("off", "on", "yes", "no") else text
             (given[name],) = parse_dimension(name, value)
+        except yaml.YAMLError:
+            raise UserError(f"{name}: {text!r} is no value; write for example 4 or auto") from None
         except ValueError as error:
             raise UserError(f"{name}: {error}") from None
     if "speculation.method" not in given and any(n.startswith("speculation.") for n in given):

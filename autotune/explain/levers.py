@@ -68,6 +68,7 @@ def levers(
         for other in others:
             if other.id != knobs.id and _runs(predictor, other):
                 alternatives.setdefault(other.id, other)
+    alternatives = _fitting(predictor, alternatives, workload)
     ids = list(alternatives)
     by_id = dict(
         zip(ids, gains(predictor, knobs, [alternatives[i] for i in ids], workload), strict=True)
@@ -194,6 +195,7 @@ def _together(
                 combined[made.id] = made
     for lever in kinds.values():
         combined.pop(lever.gain.knobs.id, None)
+    combined = _fitting(predictor, combined, workload)
     results = gains(predictor, knobs, list(combined.values()), workload)
     best = max(results, key=lambda gain: gain.ratio.median, default=None)
     single = max(lever.gain.ratio.median for lever in kinds.values())
@@ -346,3 +348,17 @@ def _runs(predictor: Predictor, knobs: Knobs) -> bool:
     if knobs.method != "off" and predictor.draft is None:
         return False
     return predictor.step.collectives.problem(CollectiveKey.of(knobs)) is None
+
+
+def _fitting(
+    predictor: Predictor, alternatives: dict[str, Knobs], workload: Workload
+) -> dict[str, Knobs]:
+    """Those that fit the GPUs' memory: fewer ranks hold more weights each."""
+    if not alternatives:
+        return {}
+    many = predictor.predict_many(list(alternatives.values()), workload)
+    return {
+        key: knobs
+        for (key, knobs), fits in zip(alternatives.items(), many.feasible, strict=True)
+        if fits
+    }

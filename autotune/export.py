@@ -6,6 +6,7 @@ lines of SGLang and vLLM by load level) and ``evidence`` (what was measured, nev
 """
 
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -220,7 +221,6 @@ def write_best(
 ) -> tuple[Path, ...]:
     """Write the YAML, and beside it the tuner CSV when ``rules`` won; returns the written files."""
     written = [path]
-    path.parent.mkdir(parents=True, exist_ok=True)
     tuner_file = None
     if rules:
         csv_path = path.with_suffix(".nccl_tuner.csv")
@@ -228,7 +228,14 @@ def write_best(
         tuner_file = csv_path.name
         written.append(csv_path)
     mapping = best_mapping(study, levels, options, evidence, tuner_file)
-    path.write_text(_HEADER + yaml.safe_dump(mapping, sort_keys=False, allow_unicode=True))
+    text = _HEADER + yaml.safe_dump(mapping, sort_keys=False, allow_unicode=True)
+    # whole or not at all: a full disk must not cost the file of an earlier study
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     return tuple(written)
 
 

@@ -95,6 +95,9 @@ KNOB_TYPES: Mapping[str, KnobType] = {
 }
 assert set(KNOB_TYPES) == set(KNOB_FIELDS)
 
+#: values of one knob that a space may list: each is tried with every other knob of its block
+MAX_VALUES = 1024
+
 
 def parse_dimension(knob: str, written: object) -> tuple[Scalar, ...]:
     """The distinct values that a study lists for ``knob``, in its order.
@@ -142,7 +145,13 @@ def _spelled_out(written: object) -> list[object]:
         low, high = cast(Sequence[int], bounds)
         if low > high:
             raise ValueError(f"range [{low}, {high}] is empty; write {{int: [low, high]}}")
-        return list(range(low, high + 1, step))
+        values = range(low, high + 1, step)
+        if len(values) > MAX_VALUES:
+            raise ValueError(
+                f"range [{low}, {high}] has {len(values)} values, {MAX_VALUES} are the limit; "
+                f"write a smaller one, or a step: {{int: [low, high], step: {step * 10}}}"
+            )
+        return list(values)
     if isinstance(written, list | tuple):
         return list(written)
     return [written]

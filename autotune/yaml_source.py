@@ -93,6 +93,11 @@ def parse_yaml(text: str, label: str) -> YamlSource:
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{label}: not valid YAML: {reason}") from None
+    except RecursionError:
+        raise UserError(
+            f"{label}: nested too deeply, or an anchor (&) that holds an alias (*) of itself; "
+            f"write the values out"
+        ) from None
     return YamlSource(label=label, text=text, data=data, lines=lines)
 
 

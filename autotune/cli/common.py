@@ -4,12 +4,14 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from autotune.store.database import DEFAULT_URL
+from autotune.errors import UserError
+from autotune.store.location import DEFAULT_URL
 
 DatabaseOption = Annotated[
     str | None,
@@ -29,13 +31,29 @@ def database_url(option: str | None, from_study: str | None = None) -> str:
     return option or from_study or os.environ.get("AUTOTUNE_DATABASE") or DEFAULT_URL
 
 
-def stderr() -> Console:
+def check_output(path: Path, option: str = "--out") -> None:
+    """Refuse a file that can't be written before hours of measuring, not after. ``UserError``."""
+    if path.is_dir():
+        raise UserError(f"{option} {path}: is a folder; name a file")
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {folder}; make it or name another")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UserError(f"{option} {path}: can't be written; name another file with {option}")
+
+
+def stderr() -> "Console":
     """Console for progress and logs."""
+    # here, because many commands answer without it
+    from rich.console import Console
+
     return Console(stderr=True, highlight=False)
 
 
-def stdout() -> Console:
+def stdout() -> "Console":
     """Console for results; wide enough for a table when nobody watches."""
+    from rich.console import Console
+
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=180)
 

@@ -4,8 +4,10 @@
 """
 
 import importlib
+import json
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import typer
 
@@ -72,9 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
         command = typer.main.get_command(build_app(words))
         code = command.main(args=words, prog_name="autotune", standalone_mode=False)
     except AutotuneError as error:
-        for line in str(error).splitlines():
-            print(f"autotune: {line}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _tell(str(error), error.exit_code, words)
     except _CommandLineError as error:
         error.show()  # type: ignore[attr-defined]
         sys.exit(2)
@@ -85,7 +85,22 @@ def main(arguments: list[str] | None = None) -> None:
         # the reader of our output has gone (| head); nobody is left to tell
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        # a full disk, a file that may not be written, a folder that went away: no bug of ours
+        place = f"{error.filename}: " if error.filename is not None else ""
+        _tell(f"{place}{error.strerror or error}", 1, words)
+    except MemoryError:
+        _tell("this host has too little memory for that; ask for less, or free some", 1, words)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _tell(message: str, exit_code: int, words: Sequence[str]) -> NoReturn:
+    """One line on stderr for each problem; with --json also one object on stdout. Exits."""
+    for line in message.splitlines():
+        print(f"autotune: {line}", file=sys.stderr)
+    if "--json" in words:
+        print(json.dumps({"error": message, "exit_code": exit_code}, indent=2))
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -255,7 +255,7 @@ def engine_harness(tmp_path: Path, checkpoint: Path, device: str = "cpu") -> Har
     from autotune.backends.engine_args import visible_gpus
 
     tp = 2 if device == "cpu" else min(visible_gpus(), 2)
-    args: dict[str, object] = {"device": device, "dtype": "float32", "timeout_s": 60}
+    args: dict[str, object] = {"device": device, "dtype": "float32", "timeout_s": 200}
     space: dict[str, object] = {"parallel.tp": [1, tp] if tp > 1 else [1]}
     study = study_of("engine", args, checkpoint, space)
     backend = create_backend("engine", context_of(study, tmp_path))

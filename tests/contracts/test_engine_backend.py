@@ -38,7 +38,7 @@ def backend_of(study: Study, folder: Path) -> Backend:
 @pytest.fixture(scope="module")
 def fp32(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
     """An open engine of one rank that hangs after 4 s of silence."""
-    study = study_of("engine", {"device": "cpu", "timeout_s": 20}, checkpoint)
+    study = study_of("engine", {"device": "cpu", "timeout_s": 200}, checkpoint)
     backend = backend_of(study, tmp_path_factory.mktemp("fp32"))
     backend.open(backend.group(PLAIN))
     yield backend
@@ -112,7 +112,7 @@ def test_provenance_names_config_worker_and_machine(fp32: Backend) -> None:
 def test_a_worker_that_stops_answering_is_a_hang_and_the_next_repeat_works(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    study = study_of("engine", {"device": "cpu", "timeout_s": 60}, checkpoint)
+    study = study_of("engine", {"device": "cpu", "timeout_s": 200}, checkpoint)
     backend = backend_of(study, tmp_path)
     backend.open(backend.group(PLAIN))
     load = workload(checkpoint)
@@ -128,7 +128,7 @@ def test_a_worker_that_stops_answering_is_a_hang_and_the_next_repeat_works(
 
 
 def test_in_bf16_output_is_judged_by_margins(checkpoint: Path, tmp_path: Path) -> None:
-    study = study_of("engine", {"device": "cpu", "dtype": "bfloat16", "timeout_s": 60}, checkpoint)
+    study = study_of("engine", {"device": "cpu", "dtype": "bfloat16", "timeout_s": 200}, checkpoint)
     backend = backend_of(study, tmp_path)
     backend.open(backend.group(PLAIN))
     load = workload(checkpoint)
@@ -262,7 +262,7 @@ def test_a_truncated_checkpoint_is_named_at_the_first_start(
 def test_the_engine_starts_from_the_exported_file_and_decodes_as_measured(
     fp32: Backend, checkpoint: Path, tmp_path: Path
 ) -> None:
-    study = study_of("engine", {"device": "cpu", "timeout_s": 60}, checkpoint)
+    study = study_of("engine", {"device": "cpu", "timeout_s": 200}, checkpoint)
     measured = {c: fp32.measure(PLAIN, workload(checkpoint, c), 0) for c in (1, 2)}
     chosen = {1: TREE, 2: PLAIN}
     levels = []

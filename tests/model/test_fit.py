@@ -91,9 +91,9 @@ def test_a_thousand_rows_update_in_under_100_ms() -> None:
 
     observed = many(np.linspace(2.0, 9.0, 20)[None])[0]
     fit(specs, many, observed, 0.02, batched=True)
-    started = time.perf_counter()
+    started = time.process_time()
     fit(specs, many, observed, 0.02, batched=True)
-    assert time.perf_counter() - started < 0.1
+    assert time.process_time() - started < 0.1
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Mistakes in a study: each is one line that names value, place and way out, and leaves nothing."""
 
+import errno
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +145,90 @@ def test_a_machine_file_of_another_host_is_refused_by_the_engine(
     assert code == 2
     assert "probed on host 0123456789ab" in err
     assert "autotune probe" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        pytest.param("a: &a [*a]\n", "alias", id="anchor-that-holds-itself"),
+        pytest.param("", "this file is empty", id="empty"),
+        pytest.param("- a\n", "this file is a list", id="list"),
+        pytest.param("name: a\x00b\n", "not valid YAML", id="control-character"),
+        pytest.param("name: x\n\tb: 1\n", ":2: not valid YAML", id="tab"),
+        pytest.param("[1, 2]: 3\n", "not valid YAML", id="list-as-key"),
+    ],
+)
+def test_a_file_that_is_no_study_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, part: str
+) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["study", "start", str(file)])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert len(err.splitlines()) == 1
+    assert str(file) in err
+    assert part in err
+
+
+def test_a_range_of_billions_is_refused_without_being_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = {**TREE, "speculation.steps": {"int": [1, 10**12]}}
+    code, err = start(tmp_path, capsys, cpu_study(space=space))
+    assert code == 2
+    assert f"range [1, {10**12}] has {10**12} values" in err
+
+
+def test_concurrency_beyond_any_host_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, err = start(tmp_path, capsys, cpu_study(workload={"concurrency": [1, 10**6]}))
+    assert code == 2
+    assert "workload.concurrency[1]: 1000000" in err
+
+
+@pytest.mark.parametrize("place", ["folder", "missing/best.yaml"])
+def test_a_best_config_that_cant_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    code, err = start(tmp_path, capsys, cpu_study(), "--out", str(tmp_path / place))
+    assert code == 2
+    assert f"--out {tmp_path / place}" in err
+    assert not (tmp_path / "a.db").exists()
+
+
+def test_an_error_of_a_json_command_is_an_object_on_stdout_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["study", "status", "x", "--json", "-d", str(tmp_path / "none.db")])
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2
+    assert json.loads(out)["exit_code"] == 2
+    assert json.loads(out)["error"] in err
+
+
+def test_a_full_disk_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, err = start(tmp_path, capsys, cpu_study())
+    assert code == 0, err
+    before = (tmp_path / "sim.best.yaml").read_text()
+
+    def full(path: Path, *_args: object, **_options: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(SystemExit) as ended:
+        main(["study", "best", "sim", "-d", str(tmp_path / "a.db")])
+    err = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert len(err.splitlines()) == 1
+    assert "No space left on device" in err
+    # the file of before is whole
+    monkeypatch.undo()
+    assert (tmp_path / "sim.best.yaml").read_text() == before
+    assert [path.name for path in tmp_path.glob(".*best*")] == []

@@ -20,7 +20,7 @@ _LARGE = PART_BYTES // 4 + 1000
 
 def _rank_main(rank: int, tp: int, fd: int, pipe: Any) -> None:
     torch.set_num_threads(1)
-    group = SharedMemoryGroup(fd, rank, tp, timeout_s=60)
+    group = SharedMemoryGroup(fd, rank, tp, timeout_s=200)
     out: dict[str, Any] = {}
     for dtype in (torch.float32, torch.bfloat16):
         for count in (1, 37, _LARGE):

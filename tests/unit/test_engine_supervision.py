@@ -53,7 +53,7 @@ def shape_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def config(shape_json: Path) -> Callable[..., LaunchConfig]:
     def make(**settings: Any) -> LaunchConfig:
-        values: dict[str, Any] = {"tp": 2, "max_context": 95_000, "timeout_s": 60.0, **settings}
+        values: dict[str, Any] = {"tp": 2, "max_context": 95_000, "timeout_s": 200.0, **settings}
         target = TargetSpec(shape=str(shape_json), weights="random")
         return LaunchConfig(target=target, **values)
 

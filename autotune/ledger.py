@@ -19,9 +19,10 @@ from optuna.trial import TrialState
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
+from autotune.errors import UserError
 from autotune.schemas import Study
 from autotune.space import Space
-from autotune.store.database import BUSY_TIMEOUT_S, clear_errors, explain
+from autotune.store.database import BUSY_TIMEOUT_S, clear_errors, explain, shown
 from model.spec import Knobs, Scalar
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -182,6 +183,12 @@ def _open_storage(url: str) -> RDBStorage:
     for attempt in range(_OPEN_ATTEMPTS):
         try:
             return RDBStorage(url, engine_kwargs=options)
+        except RuntimeError as error:
+            raise UserError(
+                f"database {shown(parsed)}: its Optuna tables are of another Optuna than the "
+                f"{optuna.__version__} installed here; install the one that wrote them, or use "
+                f"another --database"
+            ) from error
         except SQLAlchemyError as error:
             if attempt == _OPEN_ATTEMPTS - 1:
                 raise explain(getattr(error, "orig", None) or error, parsed) from error

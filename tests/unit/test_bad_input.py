@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +233,20 @@ def test_a_full_disk_is_one_line(
     monkeypatch.undo()
     assert (tmp_path / "sim.best.yaml").read_text() == before
     assert [path.name for path in tmp_path.glob(".*best*")] == []
+
+
+def test_optuna_tables_of_another_optuna_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, err = start(tmp_path, capsys, cpu_study())
+    assert code == 0, err
+    connection = sqlite3.connect(tmp_path / "a.db")
+    connection.execute("update alembic_version set version_num = 'v99.0.0.a'")
+    connection.commit()
+    connection.close()
+    with pytest.raises(SystemExit) as ended:
+        main(["study", "resume", "sim", "-d", str(tmp_path / "a.db")])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "its Optuna tables are of another Optuna" in err
+    assert str(tmp_path / "a.db") in err

@@ -12,7 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.device import dot, last_to_arrive, wait_for_predecessor
+from kernels.device import (
+    INTERPRETED,
+    dot,
+    last_to_arrive,
+    prefetch_l2,
+    wait_for_predecessor,
+)
 from kernels.launch import (
     arrival_counters,
     cdiv,
@@ -72,6 +78,27 @@ def attention_kernel(
     wait_for_predecessor(PDL)
     prefix = tl.load(prefixes + b).to(tl.int32)
     slot = tl.load(slots + b).to(tl.int64)
+    # rows read from the cache; with NEW the last T of them come from the projection instead
+    stop = prefix + J - T if NEW else prefix + J
+    if not HAS_MASK and not NEW:
+        # causal: nothing after this block's last token is seen
+        stop = tl.minimum(stop, prefix + (block * BLOCK_R + BLOCK_R - 1) // R + 1)
+    chunk = tl.cdiv(tl.cdiv(stop, SPLITS), BLOCK_L) * BLOCK_L
+    first = part * chunk
+    if NEW:
+        last = tl.where(part == SPLITS, first, tl.minimum(first + chunk, stop))
+    else:
+        last = tl.minimum(first + chunk, stop)
+    k_base = k_cache + slot * k_slot_stride + g * k_head_stride
+    v_base = v_cache + slot * v_slot_stride + g * v_head_stride
+    # the first tile is on its way into L2 while the queries are made ready
+    if not INTERPRETED:
+        LINE: tl.constexpr = 128 // (k_cache.dtype.element_ty.primitive_bitwidth // 8)
+        near = tl.minimum(first + tl.arange(0, BLOCK_L), tl.maximum(stop, 1) - 1).to(tl.int64)
+        piece = tl.arange(0, BLOCK_D // LINE if BLOCK_D >= LINE else 1) * LINE
+        piece = tl.minimum(piece, D - 1)
+        prefetch_l2(k_base + near[:, None] * k_row_stride + piece[None, :], True)
+        prefetch_l2(v_base + near[:, None] * v_row_stride + piece[None, :], True)
     row = block * BLOCK_R + tl.arange(0, BLOCK_R)
     in_row = row < T * R
     t = row // R
@@ -95,19 +122,6 @@ def attention_kernel(
     top = tl.full([BLOCK_R], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_R], dtype=tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
-    # rows read from the cache; with NEW the last T of them come from the projection instead
-    stop = prefix + J - T if NEW else prefix + J
-    if not HAS_MASK and not NEW:
-        # causal: nothing after this block's last token is seen
-        stop = tl.minimum(stop, prefix + (block * BLOCK_R + BLOCK_R - 1) // R + 1)
-    chunk = tl.cdiv(tl.cdiv(stop, SPLITS), BLOCK_L) * BLOCK_L
-    first = part * chunk
-    if NEW:
-        last = tl.where(part == SPLITS, first, tl.minimum(first + chunk, stop))
-    else:
-        last = tl.minimum(first + chunk, stop)
-    k_base = k_cache + slot * k_slot_stride + g * k_head_stride
-    v_base = v_cache + slot * v_slot_stride + g * v_head_stride
     mask_rows = mask + token * J
     for start in tl.range(first, last, BLOCK_L, num_stages=STAGES):
         line = start + tl.arange(0, BLOCK_L)

@@ -96,15 +96,20 @@ def _choose(
     k = tl.arange(0, BLOCK_K)
     chosen = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.int32)
     weight = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.float32)
+    # as integers of the same order: a warp finds the largest of those in one instruction
+    key = choice.to(tl.int32, bitcast=True)
+    key = key ^ ((key >> 31) & 0x7FFFFFFF)
     for n in tl.static_range(K):
-        best, index = tl.max(
-            choice, axis=1, return_indices=True, return_indices_tie_break_left=True
-        )
-        # NaN logits: whatever was found, in range
-        index = tl.minimum(index, E - 1)
+        best = tl.max(key, axis=1)
+        # in range even where NaN leaves nothing to find
+        index = tl.min(tl.where(key == best[:, None], e[None, :], E - 1), axis=1)
         here = e[None, :] == index[:, None]
-        value = tl.sum(tl.where(here, score, 0.0), axis=1) if HAS_BIAS else best
-        choice = tl.where(here, float("-inf"), choice)
+        if HAS_BIAS:
+            value = tl.sum(tl.where(here, score, 0.0), axis=1)
+        else:
+            # scores are not negative, so the integer is the number's own bits
+            value = best.to(tl.float32, bitcast=True)
+        key = tl.where(here, -2147483648, key)
         chosen = tl.where(k[None, :] == n, index[:, None], chosen)
         weight = tl.where(k[None, :] == n, value[:, None], weight)
     if RENORMALIZE:
@@ -341,7 +346,9 @@ def norm_route(
             norm_route_rows_kernel, (cdiv(num_experts, config["rows"]),),
             x_TH, norm_weight_H, weight_EH, bias, weight_TK, expert_TK, logits,
             arrival_counters(device, 1), x_TH.stride(0), weight_EH.stride(0), eps, scale,
-            T=num_tokens, ROWS=config["rows"], BLOCK_H=pow2(hidden), BLOCK_T=pow2(num_tokens),
+            T=num_tokens, ROWS=config["rows"], BLOCK_H=pow2(hidden),
+            # a warp a token: nothing crosses warps while choosing
+            BLOCK_T=max(config["num_warps"], pow2(num_tokens)),
             **flags,
         )  # fmt: skip
         return weight_TK, expert_TK

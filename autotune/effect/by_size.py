@@ -111,7 +111,7 @@ class Scene:
     def _ratios(
         self, settings: NcclSettings, other: NcclSettings, sizes: Sequence[int]
     ) -> dict[int, tuple[float, float, tuple[float, float, float]]]:
-        """Size -> time with, time without (medians, us), and quantiles of the ratio."""
+        """Size -> time with, time without (at the prior's constants, us), quantiles of the ratio."""
         if self.machine is None or not sizes:
             return {}
         import numpy as np
@@ -120,12 +120,11 @@ class Scene:
             _times_us(self.machine, self.comm.num_ranks, s, self.comm.release.name, sizes)
             for s in (settings, other)
         )
-        ratio = np.quantile(ours / theirs, [0.5, 0.05, 0.95], axis=0)
-        medians = np.median(ours, axis=0), np.median(theirs, axis=0)
+        ratio = np.quantile(ours[1:] / theirs[1:], [0.5, 0.05, 0.95], axis=0)
         return {
             size: (
-                float(medians[0][i]),
-                float(medians[1][i]),
+                float(ours[0, i]),
+                float(theirs[0, i]),
                 (float(ratio[0, i]), float(ratio[1, i]), float(ratio[2, i])),
             )
             for i, size in enumerate(sizes)
@@ -135,7 +134,7 @@ class Scene:
 def _times_us(
     machine: Machine, num_ranks: int, settings: NcclSettings, version: str, sizes: Sequence[int]
 ) -> Any:
-    """[draws, sizes] times in a graph, us."""
+    """[1 + draws, sizes] times in a graph, us; the first at the prior's constants."""
     from model.allreduce.analytic import time_us
     from model.allreduce.model import allreduce_design
 
@@ -145,16 +144,20 @@ def _times_us(
 
 @cache
 def _drawn_constants() -> dict[str, Any]:
-    """Constants [draws, 1] from their priors, the same ones in every call."""
+    """Constants [1 + draws, 1]: the priors, then draws from them, the same ones in every call.
+
+    The priors come first since the predictor evaluates there: both then name the same time.
+    """
     import numpy as np
 
     from model.allreduce.model import constants
 
     rng = np.random.default_rng(_SEED)
-    return {
-        spec.name: spec.prior * np.exp(spec.prior_log_sd * rng.standard_normal((_DRAWS, 1)))
-        for spec in constants()
-    }
+
+    def drawn() -> Any:
+        return np.concatenate([np.zeros((1, 1)), rng.standard_normal((_DRAWS, 1))])
+
+    return {spec.name: spec.prior * np.exp(spec.prior_log_sd * drawn()) for spec in constants()}
 
 
 def _choice(selector: Selector, size: int) -> Choice | str:

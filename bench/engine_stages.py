@@ -57,7 +57,7 @@ def requests(batch: int, new: int, seed: int, vocab: int = 151_936) -> list[Requ
 def floor_ms(layers: int, tokens: int, distinct: float) -> float:
     """Bytes that one forward must read (bf16) / 4.2 TB/s, as the issue's table counts them."""
     hidden, experts, width, vocab, heads, kv, dim = 2048, 128, 768, 151_936, 32, 4, 128
-    layer = (heads + 2 * kv) * dim * hidden + heads * dim * hidden + experts * hidden
+    layer: float = (heads + 2 * kv) * dim * hidden + heads * dim * hidden + experts * hidden
     layer += distinct * 3 * hidden * width
     cache = 2 * kv * dim * 1024 * tokens
     return (layers * (layer + cache) + vocab * hidden) * 2 / BANDWIDTH * 1e3

@@ -14,13 +14,25 @@ def build(layers: int, experts: str) -> Any:
     """Qwen3-30B-A3B's shape with random bf16 weights on the GPU."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    values: dict[str, Any] = dict(
-        vocab_size=151_936, hidden_size=2048, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=4, head_dim=128, intermediate_size=6144, moe_intermediate_size=768,
-        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1,
-        mlp_only_layers=[], max_position_embeddings=40_960, tie_word_embeddings=False,
-        attn_implementation="sdpa", experts_implementation=experts,
-    )  # fmt: skip
+    values: dict[str, Any] = {
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": False,
+        "attn_implementation": "sdpa",
+        "experts_implementation": experts,
+    }
     config = Qwen3MoeConfig(**values)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

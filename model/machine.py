@@ -145,7 +145,9 @@ class Measured(Schema):
     """What ``autotune probe`` measured on the host; null where it could not."""
 
     dram_gb_per_s: float | None = None
+    #: us per tiny kernel launched one by one by torch; on a CPU host per torch call
     launch_eager: Spread | None = None
+    #: us per tiny kernel of a replayed CUDA graph
     launch_graph: Spread | None = None
     allreduce: tuple[AllreduceRow, ...] = ()
 

@@ -111,7 +111,7 @@ def plain_rows(
     """Plain decoding of a slice at several batch sizes in one engine."""
     start_s = time.perf_counter()
     with Engine(config(layers, max(batches), **changes)) as engine:
-        emit(row="start", name=name, start_s=time.perf_counter() - start_s)
+        emit(row="start", name=name, start_s=time.perf_counter() - start_s, notes=engine.notes)
         for batch in batches:
             row = measure(engine, batch, OFF, repeats)
             if row["distinct_experts"] is not None:

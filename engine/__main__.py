@@ -112,10 +112,13 @@ def bench(
                 )
                 for level in levels
             ]
+            notes = engine.notes
         if as_json:
-            _print_json({"levels": [row.as_json() for row in rows]})
+            _print_json({"levels": [row.as_json() for row in rows], "notes": notes})
         else:
             Console().print(_table(rows))
+            for note in notes:
+                print(f"note: {note}", file=sys.stderr)
 
 
 def main() -> None:

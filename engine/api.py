@@ -46,6 +46,18 @@ class Engine:
         """Worker process ids by rank; empty once closed."""
         return self._supervisor.pids
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of this engine's figures must know of its weights, one line each."""
+        target, notes = self.shapes.target, []
+        if target.layers != target.whole_layers:
+            notes.append(f"a slice: {target.layers} of {target.whole_layers} layers")
+        if self.config.target.weights == "random":
+            notes.append("target weights are random: its text means nothing")
+        if self.config.draft is not None and self.config.draft.weights == "random":
+            notes.append("draft weights are random: acceptance means nothing unless synthetic")
+        return tuple(notes)
+
     def generate(
         self,
         requests: Sequence[Request],

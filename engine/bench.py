@@ -27,6 +27,9 @@ class BenchRow:
     accept_length: float | None
     cycle_ms: float
     phases_ms: dict[str, float]
+    #: how cycles ran, and each segment's "captured" or "eager: " and why
+    path: str
+    graphs: dict[str, str]
 
     def as_json(self) -> dict[str, object]:
         """Plain values."""
@@ -85,5 +88,7 @@ def _row(runs: list[RunResult], speculation: SpeculationConfig, concurrency: int
         tokens_per_s_high=max(rates),
         accept_length=statistics.median(lengths) if lengths else None,
         cycle_ms=statistics.median(run.cycle_ms for run in runs),
-        phases_ms={n: statistics.median(run.phases_ms[n] for run in runs) for n in names},
+        phases_ms={n: statistics.median(run.phases_ms.get(n, 0.0) for run in runs) for n in names},
+        path=runs[-1].path,
+        graphs=dict(runs[-1].graphs),
     )

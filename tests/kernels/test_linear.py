@@ -63,6 +63,48 @@ def test_every_split_over_the_inputs_gives_the_same(
         assert_same("add_norm_linear", x, x.clone(), norm, EPS, weight)
 
 
+@pytest.mark.parametrize("op", ["norm_linear", "add_norm_linear", "linear_add"])
+@pytest.mark.parametrize(
+    ("tokens", "config"),
+    [
+        pytest.param(t, c, id=f"{name}-{t}")
+        for name, c, sizes in (
+            ("rows-in-registers", {"vector": 1, "block_o": 4, "block_k": 256, "num_warps": 2},
+             (1, 2, 7, 8)),
+            ("swapped", {"vector": 0, "block_t": 16, "block_o": 64, "block_k": 32, "split_k": 1,
+                         "stages": 2, "swap": 1, "norm_first": 1, "num_warps": 4}, (2, 19)),
+            ("swapped-split", {"vector": 0, "block_t": 16, "block_o": 16, "block_k": 64,
+                               "split_k": 2, "stages": 3, "swap": 1, "num_warps": 1}, (5,)),
+            ("norm-first", {"vector": 0, "block_t": 16, "block_o": 32, "block_k": 64, "split_k": 1,
+                            "stages": 3, "norm_first": 1, "num_warps": 2}, (1, 6)),
+        )
+        for t in sizes
+    ],
+)  # fmt: skip
+def test_every_kind_of_configuration_equals_the_reference(
+    device: torch.device, op: str, tokens: int, config: dict[str, int]
+) -> None:
+    x, norm = randn(device, torch.float32, tokens, 200), randn(device, torch.float32, 200)
+    weight = randn(device, torch.float32, 50, 200, scale=0.1)
+    with tuning.forced(op.removeprefix("add_"), config):
+        if op == "norm_linear":
+            assert_same(op, x, norm, EPS, weight)
+        elif op == "add_norm_linear":
+            assert_same(op, x, x.flip(0).contiguous() * 0.5, norm, EPS, weight)
+        else:
+            assert_same(op, x, weight, randn(device, torch.float32, tokens, 50))
+
+
+@pytest.mark.parametrize(("tokens", "block_k"), [(9, 256), (2, 128)], ids=["tokens", "rows"])
+def test_weights_in_registers_refuse_what_they_cannot_hold(tokens: int, block_k: int) -> None:
+    config = {"vector": 1, "block_o": 4, "block_k": block_k, "num_warps": 2}
+    with (
+        tuning.forced("linear_add", config),
+        pytest.raises(ValueError, match=f"got {tokens} with blocks of {block_k} inputs"),
+    ):
+        TRITON.linear_add(torch.zeros(tokens, 200), torch.zeros(50, 200), None)
+
+
 def test_linear_add_may_write_over_its_residual(device: torch.device) -> None:
     x, weight = randn(device, torch.float32, 3, 64), randn(device, torch.float32, 48, 64)
     stream = randn(device, torch.float32, 3, 48)

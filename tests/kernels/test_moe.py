@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels import moe_down, moe_gate_up, tuning
+from kernels.launch import recording
 from kernels.moe_rows import sorted_tiles
 from kernels.opset import opset
 from tests.kernels.helpers import REFERENCE, TRITON, assert_close, assert_same, randn
@@ -64,20 +65,57 @@ DOWN = {
                               "num_warps": 2}),
     "stationary-one-token": (1, {"scheme": 1, "block_o": 16, "block_i": 32, "split": 2,
                                  "stages": 2, "num_warps": 2}),
+    "vector-four-tokens": (4, {"scheme": 0, "block_o": 4, "block_i": 32, "unroll": 2,
+                               "num_warps": 1}),
+    "shared": (6, {"scheme": 3, "block_o": 8, "block_i": 32, "num_warps": 1}),
+    "grouped-swapped": (7, {"scheme": 2, "block_t": 16, "block_o": 64, "block_i": 16, "stages": 3,
+                            "swap": 1, "num_warps": 4}),
     "grouped-few": (5, {"scheme": 2, "block_t": 16, "block_o": 32, "block_i": 16, "stages": 2,
                         "num_warps": 2}),
 }  # fmt: skip
 
 
+GATE_UP = {
+    "matrix": MATRIX,
+    "matrix-swapped": dict(MATRIX, block_i=64, swap=1, norm_first=1, num_warps=4),
+    "pair": {"vector": 1, "block_i": 4, "block_h": 32, "num_warps": 1},
+    "shared": {"vector": 2, "block_i": 4, "block_h": 64, "num_warps": 2},
+    "shared-norm-first": {"vector": 2, "block_i": 8, "block_h": 64, "norm_first": 1,
+                          "num_warps": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("first", list(GATE_UP))
 @pytest.mark.parametrize("name", list(DOWN))
-def test_every_scheme_gives_the_same(device: torch.device, name: str) -> None:
+def test_every_scheme_gives_the_same(device: torch.device, name: str, first: str) -> None:
     tokens, second = DOWN[name]
-    x = randn(device, torch.float32, tokens, HIDDEN)
+    x, norm = randn(device, torch.float32, tokens, HIDDEN), randn(device, torch.float32, HIDDEN)
     weights, route = layer(device, torch.float32, 7), routing(device, tokens, 7)
     with ExitStack() as stack:
-        stack.enter_context(tuning.forced("moe_gate_up", MATRIX))
+        stack.enter_context(tuning.forced("moe_gate_up", GATE_UP[first]))
         stack.enter_context(tuning.forced("moe_down", second))
-        assert_same("moe_mlp", x, *weights, *route)
+        assert_same("norm_moe_add", x, norm, 1e-6, *weights, *route, x)
+
+
+@pytest.mark.parametrize(
+    ("op", "config", "message"),
+    [
+        ("moe_gate_up", {"vector": 2, "block_i": 4, "block_h": 32, "num_warps": 1}, "32 of 40"),
+        ("moe_down", {"scheme": 3, "block_o": 4, "block_i": 16, "num_warps": 1}, "16 of 24"),
+    ],
+    ids=["gate-up", "down"],
+)
+def test_sharing_refuses_parts_of_rows(op: str, config: dict[str, int], message: str) -> None:
+    device = torch.device("meta")
+    expert = torch.empty(2, TOP_K, dtype=torch.int64, device=device)
+    with tuning.forced(op, config), recording(), pytest.raises(ValueError, match=message):
+        TRITON.moe_mlp(
+            torch.empty(2, HIDDEN, device=device),
+            torch.empty(5, 2 * INTER, HIDDEN, device=device),
+            torch.empty(5, HIDDEN, INTER, device=device),
+            torch.empty(2, TOP_K, device=device),
+            expert,
+        )
 
 
 def test_all_tokens_on_the_same_experts(device: torch.device) -> None:

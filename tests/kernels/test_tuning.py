@@ -50,6 +50,22 @@ def test_the_path_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert tuning.default_path().parts[-3:] == (".cache", "autotune", "kernels.json")
 
 
+def test_shipped_configurations_fill_what_the_cache_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path)
+    monkeypatch.setenv(tuning.PATH_VARIABLE, str(tmp_path / "own.json"))
+    gpu = "NVIDIA RTX PRO 6000 (96 GB)"
+    assert tuning.lookup(gpu, "lm_head", "T=1") == (None, "")
+    shipped = tuning.shipped_path(gpu)
+    assert shipped.name == "nvidia-rtx-pro-6000-96-gb.json"
+    tuning.save(shipped, gpu, "lm_head", "T=1", {"block_o": 8})
+    assert tuning.lookup(gpu, "lm_head", "T=1") == ({"block_o": 8}, "shipped")
+    tuning.save(tmp_path / "own.json", gpu, "lm_head", "T=1", {"block_o": 2})
+    assert tuning.lookup(gpu, "lm_head", "T=1") == ({"block_o": 2}, "tuned")
+    assert tuning.lookup(gpu, "lm_head", "T=2") == (None, "")
+
+
 def test_the_shape_key_does_not_depend_on_order() -> None:
     assert tuning.shape_key({"T": 1, "H": 2}) == tuning.shape_key({"H": 2, "T": 1}) == "H=2,T=1"
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.linalg import LinAlgError, cho_factor, cho_solve
 
 Array = npt.NDArray[np.float64]
 #: constants in natural units [C], or [K, C] when batched -> log predictions [N], or [K, N]
@@ -153,8 +152,12 @@ def fit(
         trial_residuals = log_observed - trial_pred
         trial_cost = cost(trial_residuals, trial - centre)
         if np.isfinite(trial_cost) and trial_cost <= now:
-            small = now - trial_cost < 1e-6 * (1.0 + abs(now))
-            x, now, damping = trial, trial_cost, max(damping * 0.2, 1e-9)
+            small = now - trial_cost < 1e-5 * (1.0 + abs(now))
+            promised = float(2.0 * gradient @ step - step @ hessian @ step)
+            kept = (now - trial_cost) / max(promised, 1e-12)
+            # longer steps only where the linear form kept its promise
+            damping = max(damping * (0.2 if kept > 0.75 else 1.0 if kept > 0.25 else 3.0), 1e-9)
+            x, now = trial, trial_cost
             log_pred, jacobian = log_jacobian(predict, np.exp(x), batched)
             residuals = log_observed - log_pred
             if small:
@@ -185,6 +188,9 @@ def fit(
 
 def _solve(matrix: Array, vector: Array) -> Array:
     """Solve a symmetric positive definite system; least squares where it is not quite."""
+    # here, because prediction needs this module but never a fit, and the import is slow
+    from scipy.linalg import LinAlgError, cho_factor, cho_solve
+
     try:
         solution: Array = cho_solve(cho_factor(matrix), vector)
         return solution

@@ -9,7 +9,9 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm, rankdata
+
+from autotune.ranks import rankdata
+from model.normal import ndtri
 
 Array = NDArray[np.float64]
 
@@ -45,10 +47,10 @@ def drifts(values: Array) -> bool:
     correlation = _lag_one(rest)
     variance = n * (n - 1) * (2 * n + 5) / 18
     # only what is clearly positive counts, else short series would lose their trends
-    significant = correlation * math.sqrt(n) > norm.ppf(0.95)
+    significant = correlation * math.sqrt(n) > ndtri(0.95)
     inflation = (1 + correlation) / (1 - correlation) if significant else 1.0
-    trend = (abs(score) - 1) / math.sqrt(variance * inflation) > norm.ppf(1 - _P / 2)
-    wander = correlation * math.sqrt(n) + 1 / math.sqrt(n) > norm.ppf(1 - _P / 2)
+    trend = (abs(score) - 1) / math.sqrt(variance * inflation) > ndtri(1 - _P / 2)
+    wander = correlation * math.sqrt(n) + 1 / math.sqrt(n) > ndtri(1 - _P / 2)
     return bool(trend or wander)
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import cho_factor, cho_solve
-from scipy.stats import norm
 
+from model.normal import ndtr, normal_pdf
 from model.spec import Knobs, Scalar
 
 Array = NDArray[np.float64]
@@ -59,7 +58,7 @@ class Belief:
         """Mean gain over ``best`` (log tok/s), counting losses as nothing."""
         gap = self.mean - best
         z = gap / self.sd
-        gain: Array = gap * norm.cdf(z) + self.sd * norm.pdf(z)
+        gain: Array = gap * ndtr(z) + self.sd * normal_pdf(z)
         return gain
 
 
@@ -137,6 +136,9 @@ def _fit(
             likelihood = _log_likelihood(scale**2 * shape, values_N, noise_N)
             if likelihood > best + _RELEVANCE_GAIN:
                 best, weights_F = likelihood, trial_F
+    # here and below: most commands read this module's callers without fitting anything
+    from scipy.linalg import cho_factor, cho_solve
+
     x_N, all_MF = x_N * weights_F, features_MF * weights_F
     covariance = scale**2 * _matern(x_N, x_N) + np.diag(noise_N**2)
     factor_NN = cho_factor(covariance, lower=True)
@@ -156,6 +158,8 @@ def _fit(
 
 
 def _log_likelihood(covariance: Array, values: Array, noise: Array) -> float:
+    from scipy.linalg import cho_factor, cho_solve
+
     total = covariance + np.diag(noise**2)
     factor = cho_factor(total, lower=True)
     centred = values - values.mean()

@@ -15,7 +15,8 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
+
+from autotune.ranks import rankdata
 
 Array = NDArray[np.float64]
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import ndtr, ndtri
+
+from model.normal import ndtri
 
 Array = NDArray[Any]
 
@@ -56,6 +57,9 @@ def _lookup(distance_M: Array, ratio_M: Array, table_3DR: Array) -> Array:
 @lru_cache(maxsize=16)
 def _table(share: float) -> Array:
     """Quantiles of (1 - share) N(0, 1) + share N(distance, ratio^2) on the grid, [3, D, R]."""
+    # here, because few hosts have two modes, and the import takes longer than a prediction
+    from scipy.special import ndtr
+
     distance, ratio = _DISTANCE[:, None], _RATIO[None, :]
     out = np.empty((3, _DISTANCE.size, _RATIO.size))
     for q, level in enumerate(QUANTILES):

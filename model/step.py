@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtri
 
 from model import compute
 from model.collectives import CollectiveKey, CollectiveTimes, in_step_us
 from model.compute import Constants, Device, Forwards
 from model.machine import Machine
+from model.normal import ndtri
 from model.shapes import DraftShape, ModelShape
 from model.spec import Knobs, Workload
 

@@ -8,11 +8,11 @@ import typer
 
 from autotune.cli.common import DatabaseOption, JsonOption, database_url, print_json, stderr
 from autotune.errors import UserError
-from autotune.store.store import Store
-from autotune.store.views import StudyView
 
 if TYPE_CHECKING:
     from autotune.dashboard.publish import Publisher
+    from autotune.store.store import Store
+    from autotune.store.views import StudyView
 
 #: while a study runs, how often its notes and plots are brought up to date
 _REFRESH_S = 15.0
@@ -38,6 +38,8 @@ def dashboard(
     check, failure, provenance) and the study its plots. While the study runs they are kept up to
     date.
     """
+    from autotune.store.store import Store
+
     name, url = _resolve(what, database)
     store = Store.existing(url)
     views = [store.study(name)] if name is not None else store.studies()
@@ -76,7 +78,7 @@ def dashboard(
         stderr().print("dashboard stopped")
 
 
-def _refresh(store: Store, publisher: "Publisher", views: list[StudyView]) -> bool:
+def _refresh(store: "Store", publisher: "Publisher", views: "list[StudyView]") -> bool:
     """Bring running studies up to date; False once none runs."""
     newest = [store.study(view.name) for view in views]
     running = [view for view in newest if view.state == "running"]

@@ -2,15 +2,17 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from autotune.cli.common import JsonOption, print_json, stdout
-from autotune.doctor.diagnose import Diagnosis, diagnose
-from autotune.doctor.findings import SEVERITIES, Finding, count
-from autotune.doctor.sources import read_folder, record_host
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from autotune.doctor.diagnose import Diagnosis
+    from autotune.doctor.findings import Finding
 
 _STYLES = {
     "error": "bold red",
@@ -34,6 +36,9 @@ def doctor(
 
     Exit code 1 when an error is found; run as root, or lspci hides ACS and link states.
     """
+    from autotune.doctor.diagnose import diagnose
+    from autotune.doctor.sources import read_folder, record_host
+
     recording = record_host() if from_folder is None else read_folder(from_folder)
     if save is not None:
         recording.save(save)
@@ -47,7 +52,12 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _print(diagnosis: Diagnosis) -> None:
+def _print(diagnosis: "Diagnosis") -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from autotune.doctor.findings import SEVERITIES, count
+
     console = stdout()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
@@ -64,7 +74,7 @@ def _print(diagnosis: Diagnosis) -> None:
         console.print("unknown is not fine: those checks had no evidence")
 
 
-def _grouped(findings: tuple[Finding, ...]) -> list[tuple[Finding, list[str]]]:
+def _grouped(findings: "tuple[Finding, ...]") -> "list[tuple[Finding, list[str]]]":
     """Findings that differ in their subject only, as one."""
     found: dict[tuple[str, str, str, str], tuple[Finding, list[str]]] = {}
     for finding in findings:
@@ -73,7 +83,9 @@ def _grouped(findings: tuple[Finding, ...]) -> list[tuple[Finding, list[str]]]:
     return list(found.values())
 
 
-def _text(finding: Finding, subjects: list[str]) -> Text:
+def _text(finding: "Finding", subjects: list[str]) -> "Text":
+    from rich.text import Text
+
     text = Text()
     text.append(", ".join(subjects), "bold")
     text.append(f" [{finding.id}] ", "dim")

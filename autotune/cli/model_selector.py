@@ -1,12 +1,14 @@
 """``autotune model selector``: does the selector choose as NCCL's log says NCCL chose?"""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autotune.cli.common import JsonOption, print_json, stdout
-from autotune.selector_check import SelectorReport, check_selector
+
+if TYPE_CHECKING:
+    from autotune.selector_check import SelectorReport
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -30,6 +32,8 @@ def selector(
     Topology, version and environment are read from the log (NCCL_DEBUG=INFO,
     NCCL_DEBUG_SUBSYS=INIT,ENV,GRAPH,TUNING; rank 0 logs the choices).
     """
+    from autotune.selector_check import check_selector
+
     report = check_selector(log, compute_capability=compute_capability, version=nccl_version)
     if as_json:
         print_json(report.to_dict())
@@ -37,7 +41,7 @@ def selector(
         _print(report)
 
 
-def _print(report: SelectorReport) -> None:
+def _print(report: "SelectorReport") -> None:
     console = stdout()
     for comm in report.comms:
         candidates = " or ".join(f"{cc // 10}.{cc % 10}" for cc in comm.compute_capability)

@@ -1,19 +1,16 @@
 """``autotune predict``: what the model expects, without measuring anything."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
 from autotune.cli.common import JsonOption, print_json, stdout
 from autotune.errors import UserError
-from autotune.knob_values import parse_dimension
-from autotune.plan import Plan, make_plan
-from autotune.space import baseline_knobs, build_space
-from autotune.store.codec import prediction_to_json
-from autotune.study_file import load_study, parse_study
-from model.spec import Knobs, Prediction, Scalar
+
+if TYPE_CHECKING:
+    from autotune.plan import Plan
+    from model.spec import Knobs, Prediction, Scalar
 
 #: knobs that are ranked; larger spaces are sampled
 _RANKED = 50_000
@@ -43,6 +40,9 @@ def predict(
 
     The constants are the priors of the machine; a study's own calibration is used by the study.
     """
+    from autotune.plan import make_plan
+    from autotune.study_file import load_study
+
     assignments = [word for word in what if "=" in word]
     files = [word for word in what if "=" not in word]
     if len(files) > 1:
@@ -61,8 +61,13 @@ def predict(
 
 def _bare_plan(
     target: str, machine: str, concurrency: int, input_len: int, output_len: int
-) -> Plan:
+) -> "Plan":
     """A plan for knobs that come without a study."""
+    import yaml
+
+    from autotune.plan import make_plan
+    from autotune.study_file import parse_study
+
     is_folder = Path(target).is_dir()
     model = {"path": target} if is_folder else {"shape": target, "weights": "random"}
     draft = {"shape": Path(target).name, "weights": "random"}
@@ -90,8 +95,14 @@ def _machine_file(name: str) -> str:
     return str(shipped) if shipped.is_file() else name
 
 
-def _knobs(plan: Plan, assignments: list[str]) -> Knobs:
+def _knobs(plan: "Plan", assignments: list[str]) -> "Knobs":
     """The study's baseline with the given knobs set; a chain unless said otherwise."""
+    import yaml
+
+    from autotune.knob_values import parse_dimension
+    from autotune.space import baseline_knobs, build_space
+    from model.spec import Knobs
+
     given: dict[str, Scalar] = {}
     for word in assignments:
         name, _, text = word.partition("=")
@@ -111,7 +122,9 @@ def _knobs(plan: Plan, assignments: list[str]) -> Knobs:
     return Knobs.of({**base, **knobs})
 
 
-def _show_knobs(plan: Plan, knobs: Knobs, as_json: bool) -> None:
+def _show_knobs(plan: "Plan", knobs: "Knobs", as_json: bool) -> None:
+    from autotune.store.codec import prediction_to_json
+
     predictions = plan.model.predict(knobs)
     if as_json:
         print_json(
@@ -140,7 +153,7 @@ def _show_knobs(plan: Plan, knobs: Knobs, as_json: bool) -> None:
         _print_summary(screen, prediction)
 
 
-def _print_summary(screen: Any, prediction: Prediction) -> None:
+def _print_summary(screen: Any, prediction: "Prediction") -> None:
     speed, accepted = prediction.tokens_per_s, prediction.accept_length
     screen.print(
         f"{speed.median:.1f} tok/s (90 %: {speed.low:.1f}–{speed.high:.1f}), accept length "
@@ -154,8 +167,10 @@ def _print_summary(screen: Any, prediction: Prediction) -> None:
         screen.print(f"inert: {item.knob}: {item.reason}", soft_wrap=True)
 
 
-def _show_ranking(plan: Plan, top: int, as_json: bool) -> None:
+def _show_ranking(plan: "Plan", top: int, as_json: bool) -> None:
     """The best predicted knobs of a study at each level."""
+    from autotune.store.codec import prediction_to_json
+
     pool = plan.space.sample(_RANKED, plan.study.seed)
     levels: list[dict[str, Any]] = []
     for level, workload in plan.workloads.items():

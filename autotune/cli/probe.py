@@ -2,19 +2,19 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-import yaml
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from autotune.cli.common import JsonOption, print_json, stderr, stdout
 from autotune.errors import UserError
-from autotune.probe.run import choose_device, probe_machine
-from autotune.probe.spread import Sample
-from autotune.probe.timings import Timings, num_parts
-from model.machine import Machine
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from autotune.probe.spread import Sample
+    from autotune.probe.timings import Timings
+    from model.machine import Machine
 
 
 def probe(
@@ -38,6 +38,10 @@ def probe(
     """
     if output is not None:
         _check_writable(output, force)
+    # here, because it brings the whole performance model
+    from autotune.probe.run import choose_device, probe_machine
+    from autotune.probe.timings import num_parts
+
     chosen, num_gpus = choose_device(device)
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > 0.5 * cores:
@@ -73,7 +77,9 @@ def probe(
         _print(machine, timings, output)
 
 
-def _progress() -> Progress:
+def _progress() -> "Progress":
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -95,7 +101,9 @@ def _check_writable(output: Path, force: bool) -> None:
         raise UserError(f"-o {output}: {folder} is no folder that can be written to")
 
 
-def _write(output: Path, machine: Machine) -> None:
+def _write(output: Path, machine: "Machine") -> None:
+    import yaml
+
     values: dict[str, Any] = machine.to_dict()
     text = (
         f"# Written by autotune probe on host {machine.host_fingerprint}. Rates: GB/s = 10^9 B/s.\n"
@@ -107,7 +115,11 @@ def _write(output: Path, machine: Machine) -> None:
         raise UserError(f"-o {output}: {error.strerror}") from None
 
 
-def _print(machine: Machine, timings: Timings, output: Path | None) -> None:
+def _print(machine: "Machine", timings: "Timings", output: Path | None) -> None:
+    from rich.table import Table
+
+    from autotune.probe.spread import Sample
+
     console = stdout()
     table = Table(box=None, pad_edge=False, title=machine.name, title_justify="left")
     for head in ("what", "unit", "median", "90 % within", "n", "shape"):
@@ -115,7 +127,7 @@ def _print(machine: Machine, timings: Timings, output: Path | None) -> None:
             head, justify="right" if head in ("median", "90 % within", "n") else "left"
         )
 
-    def row(what: str, unit: str, sample: Sample | None) -> None:
+    def row(what: str, unit: str, sample: "Sample | None") -> None:
         if sample is None:
             return
         shape = "one mode"

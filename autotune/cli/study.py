@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -18,9 +18,10 @@ from autotune.cli.common import (
     stdout,
 )
 from autotune.errors import UserError
-from autotune.store.store import Store
-from autotune.store.views import StudyView
-from autotune.study_file import load_study, parse_study
+
+if TYPE_CHECKING:
+    from autotune.store.store import Store
+    from autotune.store.views import StudyView
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -45,11 +46,13 @@ def start(
 
     A study of this name that is there already is resumed when its file is the same.
     """
+    from autotune.plan import check_backend, create_or_join, make_plan, set_aside, stored_plan
+    from autotune.store.store import Store
+    from autotune.study_file import load_study
+
     loaded = load_study(file, name=name)
     check_output(out or Path(f"{loaded.study.name}.best.yaml"))
     url = database_url(database, loaded.study.database)
-    from autotune.plan import check_backend, create_or_join, make_plan, set_aside, stored_plan
-
     # a study that can't work leaves no database behind
     view = Store.create(url).find_study(loaded.study.name) if Store.is_there(url) else None
     if view is not None and view.text != loaded.source.text:
@@ -75,6 +78,13 @@ def start(
     _work(plan, view, store, as_json, out)
 
 
+def _existing(database: str | None) -> "Store":
+    # here, because SQLAlchemy takes longer to import than most commands take to answer
+    from autotune.store.store import Store
+
+    return Store.existing(database_url(database))
+
+
 def _refuse_other_file(name: str) -> NoReturn:
     raise UserError(
         f"study {name!r} exists already in the database with another study file; resume "
@@ -92,14 +102,14 @@ def resume(
     """Go on with a study; a second process on the same study shares the work."""
     from autotune.plan import check_backend, stored_plan
 
-    store = Store.existing(database_url(database))
+    store = _existing(database)
     view = store.study(name)
     plan = stored_plan(view)
     check_backend(plan)
     _work(plan, view, store, as_json, out)
 
 
-def _work(plan: Any, view: StudyView, store: Store, as_json: bool, out: Path | None) -> None:
+def _work(plan: Any, view: "StudyView", store: "Store", as_json: bool, out: Path | None) -> None:
     """Run a study to its end, then show what it found."""
     from autotune.best import write_study_best
     from autotune.ledger import ledger_errors
@@ -160,7 +170,7 @@ def stop(name: NameArgument, database: DatabaseOption = None, as_json: JsonOptio
     """Ask the processes that work on a study to stop after the repeat in flight."""
     from autotune.store.workers import is_alive
 
-    store = Store.existing(database_url(database))
+    store = _existing(database)
     view = store.study(name)
     now = datetime.now(UTC)
     alive = [worker for worker in store.workers(view.id) if is_alive(worker, now)]
@@ -180,7 +190,7 @@ def status(
     name: NameArgument, database: DatabaseOption = None, as_json: JsonOption = False
 ) -> None:
     """Show how far a study is and who works on it."""
-    store = Store.existing(database_url(database))
+    store = _existing(database)
     values = _status(store, store.study(name))
     if as_json:
         print_json(values)
@@ -193,7 +203,7 @@ def status(
 @app.command("list")
 def list_studies(database: DatabaseOption = None, as_json: JsonOption = False) -> None:
     """List the studies of a database."""
-    store = Store.existing(database_url(database))
+    store = _existing(database)
     rows = [_status(store, view) for view in store.studies()]
     if as_json:
         print_json({"studies": rows})
@@ -226,9 +236,10 @@ def report(
     """Show what a study found so far, in short or as a whole report."""
     from autotune.outcome import conclude
     from autotune.report import outcome_mapping, show_outcome
+    from autotune.study_file import parse_study
 
     chosen = _report_format(form, out)
-    store = Store.existing(database_url(database))
+    store = _existing(database)
     view = store.study(name)
     if chosen is not None:
         _write_report(store, view, chosen, out, as_json)
@@ -256,7 +267,7 @@ def _report_format(form: str | None, out: Path | None) -> str | None:
 
 
 def _write_report(
-    store: Store, view: StudyView, form: str, out: Path | None, as_json: bool
+    store: "Store", view: "StudyView", form: str, out: Path | None, as_json: bool
 ) -> None:
     import json
 
@@ -304,7 +315,7 @@ def best(
     from autotune.plan import stored_plan
 
     path = out or Path(f"{name}.best.yaml")
-    store = Store.existing(database_url(database))
+    store = _existing(database)
     view = store.study(name)
     check_output(path)
     plan = stored_plan(view)
@@ -316,9 +327,10 @@ def best(
         stdout().print("\n".join(str(path) for path in written), soft_wrap=True)
 
 
-def _status(store: Store, view: StudyView) -> dict[str, Any]:
+def _status(store: "Store", view: "StudyView") -> dict[str, Any]:
     from autotune.history import History
     from autotune.store.workers import is_alive, worked_s
+    from autotune.study_file import parse_study
 
     history = History.read(store, view.id)
     workers, now = store.workers(view.id), datetime.now(UTC)

@@ -9,19 +9,22 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from autotune.errors import AutotuneError, UserError
+from autotune.store.location import DEFAULT_URL
+
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 VERSION_TABLE = "autotune_alembic_version"
-DEFAULT_URL = "sqlite:///autotune.db"
+#: the newest revision in migrations/versions: a database that has it is opened without Alembic,
+#: which takes longer to import than most commands take to answer
+HEAD_REVISION = "0001"
 #: how long a statement waits for another writer
 BUSY_TIMEOUT_S = 30.0
 #: advisory lock taken while migrating PostgreSQL (any fixed number)
@@ -133,6 +136,8 @@ def migrate(engine: Engine) -> None:
 
     Raises ``UserError`` for a database that a newer autotune wrote, and what ``explain`` says.
     """
+    from alembic import command
+
     config = _config()
     with clear_errors(engine.url):
         if engine.url.get_backend_name() == "sqlite":
@@ -151,20 +156,34 @@ def migrate(engine: Engine) -> None:
 
 def check_revision(engine: Engine) -> bool:
     """Whether our tables are there and current; refuses a newer database, changes nothing."""
-    config = _config()
     with clear_errors(engine.url), engine.connect() as connection:
-        current = _refuse_newer(connection, config)
-    return current is not None and current == ScriptDirectory.from_config(config).get_current_head()
+        if _stored_revisions(connection) == [HEAD_REVISION]:
+            return True
+        _refuse_newer(connection, _config())
+    return False
 
 
-def _config() -> Config:
+def _stored_revisions(connection: Connection) -> list[str]:
+    """What Alembic's table holds; empty where the table is missing."""
+    if not inspect(connection).has_table(VERSION_TABLE):
+        return []
+    rows = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}"))
+    return [str(row[0]) for row in rows]
+
+
+def _config() -> "Config":
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     return config
 
 
-def _refuse_newer(connection: Connection, config: Config) -> str | None:
-    """The database's revision; raises ``UserError`` when this version does not know it."""
+def _refuse_newer(connection: Connection, config: "Config") -> None:
+    """Raises ``UserError`` when this version does not know the database's revision."""
+    from alembic.runtime.migration import MigrationContext
+    from alembic.script import ScriptDirectory
+
     context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
     current = context.get_current_revision()
     script = ScriptDirectory.from_config(config)
@@ -175,4 +194,3 @@ def _refuse_newer(connection: Connection, config: Config) -> str | None:
             f"{current}; this version knows up to {script.get_current_head()}); upgrade autotune "
             f"or use another --database"
         )
-    return current

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtr
 
 from model.allreduce.analytic import time_us
 from model.allreduce.constants import DIRECT_SPECS, EAGER_SPECS, GLOO_SPECS, NCCL_SPECS, PREFIX
 from model.allreduce.design import PROTOCOLS, Design
 from model.fit import ConstantSpec, FitResult, Predict, fit, log_jacobian
+from model.normal import ndtr
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

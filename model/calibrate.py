@@ -13,8 +13,14 @@ from model.collectives import CollectiveTimes, Route
 from model.constants import as_mapping, from_scale
 from model.machine import Machine
 from model.nccl.settings import NcclSettings
-from model.observations import AllreduceObservation, Observation, TermObservation
+from model.observations import (
+    AllreduceObservation,
+    ExpertsObservation,
+    Observation,
+    TermObservation,
+)
 from model.robust import Fit, following_map
+from model.routing import expected_experts
 from model.step import SUB_TERMS, StepModel, StepRows
 
 Array = NDArray[Any]
@@ -46,11 +52,12 @@ def calibrate(
     """
     terms = [o for o in observations if isinstance(o, TermObservation)]
     reduces = [o for o in observations if isinstance(o, AllreduceObservation)]
-    if not terms and not reduces:
+    experts = [o for o in observations if isinstance(o, ExpertsObservation)]
+    if not terms and not reduces and not experts:
         return calibration
-    if step is None and (terms or collectives is None):
+    if step is None and (terms or (reduces and collectives is None)):
         raise ValueError("terms need the step model, all-reduce rows the machine's collectives")
-    data = _Data(step, collectives, calibration, terms, reduces)
+    data = _Data(step, collectives, calibration, terms, reduces, experts)
     x = calibration.x.copy()
     # the fast mode is the rule: a host that is slower throughout has costlier launches
     modes = np.zeros(data.values.size, dtype=bool)
@@ -75,7 +82,11 @@ def calibrate(
         "discrepancy": data.discrepancy(calibration["discrepancy"], x, modes),
         "host_slow_share": data.slow_share(calibration["host_slow_share"], x, modes),
     }
-    sources = [*(o.source for o in terms), *(o.source for o in reduces)]
+    sources = [
+        *(o.source for o in terms),
+        *(o.source for o in reduces),
+        *(o.source for o in experts),
+    ]
     return _updated(calibration, fit, sources, fixed)
 
 
@@ -119,6 +130,7 @@ class _Data:
         calibration: Calibration,
         terms: Sequence[TermObservation],
         reduces: Sequence[AllreduceObservation],
+        experts: Sequence[ExpertsObservation],
     ) -> None:
         self._step, self._constants = step, calibration.constants
         self._collectives = collectives if step is None else step.collectives
@@ -140,7 +152,7 @@ class _Data:
             name: (np.array([n for n, _ in pairs_]), np.array([row for _, row in pairs_]))
             for name, pairs_ in by_term.items()
         }
-        self._reduces = list(reduces)
+        self._reduces, self._experts = list(reduces), list(experts)
         floor = calibration.constant("discrepancy").prior
         value = [float(np.exp(np.median(np.log([o.value_ms for o in g])))) for g in groups.values()]
         sd = [
@@ -149,11 +161,13 @@ class _Data:
         ]
         value += [o.time_us for o in reduces]
         sd += [float(np.hypot(o.rel_sd, _REDUCE_FLOOR)) for o in reduces]
+        value += [o.distinct for o in experts]
+        sd += [float(np.hypot(o.rel_sd, _REDUCE_FLOOR)) for o in experts]
         self.values = np.array(value)
         self.rel_sds = np.array(sd)
 
     def predict(self, x_DK: Array, slow_N: NDArray[np.bool_]) -> Array:
-        """Predicted values [D, N]: ms for term groups, us for all-reduces."""
+        """Predicted values [D, N]: ms for term groups, us for all-reduces, experts."""
         c = as_mapping(self._constants, x_DK)
         table = np.zeros((len(x_DK), len(self._groups)))
         if self._rows is not None:
@@ -168,9 +182,24 @@ class _Data:
                     late = np.broadcast_to(slow[name], shape)[:, row]
                     picked = np.where(slow_N[columns], late, picked)
                 table[:, columns] += picked
-        if not self._reduces:
-            return np.maximum(table, 1e-9)
-        result: Array = np.maximum(np.concatenate([table, self._allreduce(c)], axis=1), 1e-9)
+        parts = [table]
+        if self._reduces:
+            parts.append(self._allreduce(c))
+        parts += [
+            np.broadcast_to(
+                expected_experts(
+                    o.tokens_per_request,
+                    o.requests,
+                    o.experts,
+                    o.experts_per_token,
+                    c["routing_exponent"],
+                    c["routing_zipf"],
+                ),
+                (len(x_DK), 1),
+            )
+            for o in self._experts
+        ]
+        result: Array = np.maximum(np.concatenate(parts, axis=1), 1e-9)
         return result
 
     def _allreduce(self, c: Mapping[str, Array]) -> Array:

@@ -94,6 +94,29 @@ class AcceptanceCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsObservation:
+    """Distinct experts that a MoE layer read, mean over layers and steps, as an engine counts."""
+
+    tokens_per_request: float
+    requests: int
+    experts: int
+    experts_per_token: int
+    distinct: float
+    rel_sd: float
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens_per_request", "requests", "experts_per_token", "rel_sd"):
+            _positive(name, getattr(self, name))
+        most = min(self.experts, self.tokens_per_request * self.requests * self.experts_per_token)
+        if not self.experts_per_token <= self.distinct <= most * (1 + 1e-9):
+            raise ValueError(
+                f"distinct {self.distinct} experts must be between {self.experts_per_token} (of "
+                f"one token) and {most:g} (all assignments, or all experts)"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptLength:
     """Only the accept length (bonus included) of a tree is known, as in published tables."""
 
@@ -112,7 +135,9 @@ class AcceptLength:
         _positive("rel_sd", self.rel_sd)
 
 
-Observation = TermObservation | AllreduceObservation | AcceptanceCounts | AcceptLength
+Observation = (
+    TermObservation | AllreduceObservation | ExpertsObservation | AcceptanceCounts | AcceptLength
+)
 
 
 def _positive(name: str, value: float) -> None:

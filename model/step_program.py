@@ -6,11 +6,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from model import compute
+from model.allreduce.simulator import AllreduceSimulator
 from model.calibration import Calibration
+from model.collectives import ASSUMED_NCCL_VERSION, CollectiveKey
 from model.constants import as_mapping
+from model.nccl.settings import NcclSettings
 from model.spec import Interval, Knobs, Workload
 from model.step import KERNELS_SELECT, PhaseParts, StepModel, StepRows, launch_us
 from model.step_sim import CollectiveCache, CycleResult, HostModel, Op, Phase, simulate_cycle
+
+#: a draft whose collectives cost less than this share of a split one's is not split
+_SPLIT_DRAFT = 0.25
 
 
 def phases_of(
@@ -46,11 +52,14 @@ def phases_of(
             draft_bytes = float(per_request * workload.concurrency * step.draft.hidden * width)
             reduce_us = step.reduce_us(knobs, draft_bytes, c) if knobs.tp > 1 else 0.0
             reduce_us *= calibration["draft_reduce_factor"]
+            # a draft kept whole on every rank has no collectives at all
+            split = calibration["draft_reduce_factor"] >= _SPLIT_DRAFT
+            reduces = 2 * step.draft.layers + 2 if split else 0
             shape = _DraftPhase(
                 name=phase,
                 forwards=forwards,
                 kernels=step.draft.layers * compute.KERNELS_DRAFT + compute.KERNELS_HEAD,
-                reduces=2 * step.draft.layers + 2 if knobs.tp > 1 else 0,
+                reduces=reduces if knobs.tp > 1 else 0,
                 selects=KERNELS_SELECT * knobs.steps if phase == "draft" else 0,
                 size_bytes=draft_bytes,
             )
@@ -71,9 +80,15 @@ def simulate_knobs(
     seeds: int,
     collectives: CollectiveCache | None = None,
 ) -> tuple[Interval, list[CycleResult]]:
-    """Cycle time of ``seeds`` simulated runs: median with 90 % interval, ms, and the runs."""
+    """Cycle time of ``seeds`` simulated runs: median with 90 % interval, ms, and the runs.
+
+    All-reduces are simulated, too, chunk by chunk, each size once (``simulated_collectives``),
+    unless ``collectives`` gives their times.
+    """
     if seeds < 1:
         raise ValueError(f"seeds {seeds} must be at least 1")
+    if collectives is None and knobs.tp > 1:
+        collectives = simulated_collectives(step, calibration, knobs)
     phases = phases_of(step, calibration, knobs, workload)
     spec = knobs.method != "off"
     gap = calibration["host_gap_us"] + calibration["sample_us"]
@@ -83,6 +98,30 @@ def simulate_knobs(
     runs = [simulate_cycle(phases, knobs.tp, host, seed, collectives, gap) for seed in range(seeds)]
     low, median, high = np.quantile([run.total_us / 1e3 for run in runs], [0.05, 0.5, 0.95])
     return Interval(float(median), float(low), float(high)), runs
+
+
+def simulated_collectives(
+    step: StepModel, calibration: Calibration, knobs: Knobs, *, cache: bool = True
+) -> CollectiveCache:
+    """Discrete-event all-reduces of these knobs for a step's simulation, by size.
+
+    Waiting for the last rank is the step's own business, so all ranks start together here.
+    """
+    key = step.collectives.usable(CollectiveKey.of(knobs))
+    machine = step.machine
+    simulator = AllreduceSimulator(
+        machine,
+        key.tp,
+        key.backend,
+        key.settings if key.backend == "nccl" else NcclSettings(),
+        machine.software.nccl_version or ASSUMED_NCCL_VERSION,
+        {c.name: c.value for c in calibration.constants},
+        cache,
+    )
+    factor = calibration["allreduce_factor"]
+    return CollectiveCache(
+        lambda size: factor * simulator.duration_us(max(int(size), 1)), enabled=cache
+    )
 
 
 def host_model(calibration: Calibration) -> HostModel:

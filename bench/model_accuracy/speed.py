@@ -13,8 +13,8 @@ from bench.model_accuracy.story import CHAIN, GRAPHS, predictor, workload
 from model.knobs_array import enumerate_space
 from model.observations import TermObservation
 from model.spec import Knobs, Scalar
-from model.step_program import host_model, phases_of
-from model.step_sim import CollectiveCache, simulate_cycle
+from model.step_program import host_model, phases_of, simulated_collectives
+from model.step_sim import simulate_cycle
 
 #: the space of the design, without buffer sizes, threads and peer levels
 SPACE: dict[str, list[Scalar | None]] = {
@@ -45,6 +45,8 @@ class Speeds:
     num_observations: int
     captured_cycle_s: float
     eager_cycle_s: float
+    #: one uncached 8-rank collective on 4 channels
+    collective_s: float
 
     @property
     def per_second(self) -> float:
@@ -85,8 +87,11 @@ def evaluate() -> Speeds:
     times = []
     for knobs in (chain, eager):
         phases = phases_of(p.step, p.calibration, knobs, load)
-        cache = CollectiveCache(lambda size: 20.0 + size / 20e3)
+        cache = simulated_collectives(p.step, p.calibration, knobs)
         times.append(cpu_s(lambda ph=phases, ca=cache: simulate_cycle(ph, 8, host, 1, ca)))  # type: ignore[misc]
+    channels: dict[str, Scalar | None] = {"nccl.min_channels": 4, "nccl.max_channels": 4}
+    narrow = Knobs.of({**chain.values(), **channels})
+    four = simulated_collectives(p.step, p.calibration, narrow, cache=False)
     return Speeds(
         num_knobs=len(enumerate_space(SPACE)),
         first_s=first,
@@ -95,6 +100,7 @@ def evaluate() -> Speeds:
         num_observations=len(seen),
         captured_cycle_s=times[0],
         eager_cycle_s=times[1],
+        collective_s=cpu_s(lambda: four.time_us(float(1 << 20))),
     )
 
 
@@ -109,6 +115,7 @@ def main() -> None:
     )
     print(f"captured cycle, 8 ranks, 61 layers: {s.captured_cycle_s * 1e3:.1f} ms (bar 50)")
     print(f"eager cycle, every kernel an event: {s.eager_cycle_s * 1e3:.0f} ms (bar 1000)")
+    print(f"one uncached 8-rank collective, 4 channels: {s.collective_s * 1e3:.1f} ms (bar 100)")
 
 
 if __name__ == "__main__":

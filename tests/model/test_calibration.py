@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from model.calibrate import calibrate
 from model.calibration import Calibration, default_calibration
 from model.intervals import mixture_quantiles
 from model.machine import load_machine
-from model.observations import AllreduceObservation, TermObservation
+from model.observations import AllreduceObservation, ExpertsObservation, TermObservation
 from model.predictor import Predictor
+from model.routing import expected_experts
 from model.spec import Knobs, Scalar
 
 CPU: dict[str, Scalar | None] = {"parallel.tp": 2, "collectives.backend": "gloo"}
@@ -178,3 +180,30 @@ def test_mixture_quantiles_equal_a_simulation(share: float, gap: float) -> None:
         np.testing.assert_allclose(got, want, rtol=0.01)
     else:
         assert got[1] == pytest.approx(1.0)
+
+
+def test_counted_experts_tell_how_routing_is_skewed_and_only_that() -> None:
+    """Counts of Qwen3.6-35B-A3B (256 experts, 8 a token): 8, 22, 36, 56 at 1, 4, 8, 16 tokens."""
+    host = load_machine(Path(__file__).parents[2] / "studies/machines/8x-l40s.yaml")
+    prior = default_calibration(host)
+    counted = [
+        ExpertsObservation(
+            tokens_per_request=t, requests=1, experts=256, experts_per_token=8, distinct=n,
+            rel_sd=0.03,
+        )
+        for t, n in ((1, 8.0), (4, 22.0), (8, 36.0), (16, 56.0))
+    ]  # fmt: skip
+    fitted = calibrate(prior, counted, None)
+    law = expected_experts(
+        [4.0, 8.0, 16.0], 1, 256, 8, fitted["routing_exponent"], fitted["routing_zipf"]
+    )
+    np.testing.assert_allclose(law, [22, 36, 56], rtol=0.08)
+    changed = {c.name for c, p in zip(fitted.constants, prior.constants, strict=True)
+               if c.value != pytest.approx(p.value)}  # fmt: skip
+    assert changed <= {"routing_exponent", "routing_zipf", "host_slow_share", "discrepancy"}
+    assert fitted.identifiability()["routing_exponent"] > 0.3
+    with pytest.raises(ValueError, match="distinct 300"):
+        ExpertsObservation(
+            tokens_per_request=4, requests=1, experts=256, experts_per_token=8, distinct=300,
+            rel_sd=0.03,
+        )  # fmt: skip

@@ -12,7 +12,7 @@ from model.constants import as_mapping
 from model.predictor import Predictor
 from model.spec import Knobs
 from model.step import StepRows, expected_maximum
-from model.step_program import host_model, phases_of, simulate_knobs
+from model.step_program import host_model, phases_of, simulate_knobs, simulated_collectives
 from model.step_rows import read_step_rows
 from model.step_sim import CollectiveCache, HostModel, Op, Phase, simulate_cycle
 from model.whatif import break_even, nccl_range
@@ -166,3 +166,21 @@ def test_settings_that_equal_the_default_are_counted_as_inert(kimi: Predictor) -
     assert r.best_ms.median <= r.default_ms.median <= r.worst_ms.median
     assert r.num_inert >= 2
     assert r.swing_ms.median == pytest.approx(r.worst_ms.median - r.best_ms.median, rel=0.05)
+
+
+def test_simulated_collectives_agree_with_the_analytic_step_and_the_cache_changes_nothing(
+    kimi: Predictor,
+) -> None:
+    """A captured step without jitter; waiting for late ranks is zero, so skew is taken out."""
+    calibration = kimi.calibration.with_values(skew_us=1e-9)
+    knobs, load = PLAIN, workload(1)
+    phases = phases_of(kimi.step, calibration, knobs, load)
+    analytic = simulate_cycle(phases, 8, STILL, 0).total_us
+    times = []
+    for cache in (True, False):
+        collectives = simulated_collectives(kimi.step, calibration, knobs, cache=cache)
+        times.append(simulate_cycle(phases, 8, STILL, 0, collectives).total_us)
+        runs = collectives.num_simulated
+        assert runs == (1 if cache else kimi.target.allreduces_per_forward + 1)
+    assert times[0] == pytest.approx(times[1], rel=1e-9)
+    assert times[0] == pytest.approx(analytic, rel=0.05)

@@ -309,7 +309,8 @@ def test_nvidia_tables_become_a_file_that_fits(
     table = [
         {
             "device": "NVIDIA L40S", "op_name": "all_reduce", "kernel_source": "NCCL",
-            "nccl_dtype": "half", "num_gpus": 2, "message_size": 2**k, "latency": 0.01 + 1e-7 * 2**k,
+            "nccl_dtype": "half", "num_gpus": 2, "message_size": 2**k,
+            "latency": 0.01 + 1e-7 * 2**k,
         }
         for k in range(8, 22)
     ]  # fmt: skip

@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-gpu install check kernels-compile coverage clean
+.PHONY: demo test test-gpu install check bench-model kernels-compile clean
 
 install: $(VENV)/.installed
 
@@ -31,6 +31,10 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Every accuracy bar of the performance model, measured; about a minute.
+bench-model: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.model_accuracy
 
 # Compiles every Triton configuration for sm_80, 89, 90, 100 and 120; no GPU needed, minutes.
 kernels-compile: install

@@ -288,10 +288,11 @@ def candidates(groups: int, rows: int) -> list[Config]:
     for block_r in sorted({min(64, pow2(rows, 16)), min(16, pow2(rows, 16))}):
         programs = groups * cdiv(rows, block_r)
         for block_l, splits, stages, num_warps in (
-            (64, 16, 2, 4), (64, 8, 2, 4), (32, 32, 2, 4), (32, 16, 2, 4), (64, 4, 3, 4),
-            (64, 1, 3, 4), (64, 2, 3, 4), (32, 2, 3, 4), (128, 8, 2, 4), (32, 32, 1, 2),
+            (64, 16, 2, 4), (64, 8, 2, 4), (128, 8, 2, 4), (32, 16, 2, 4), (64, 4, 3, 4),
+            (64, 1, 3, 4), (64, 2, 3, 4), (32, 2, 3, 4), (128, 8, 1, 8), (64, 16, 1, 8),
+            (64, 12, 2, 4), (128, 8, 1, 4), (64, 6, 3, 4), (32, 8, 3, 4), (128, 4, 2, 4),
         ):  # fmt: skip
-            few, many = (64, 600) if groups < 16 else (32, 1024)
+            few, many = (16, 600) if groups < 16 else (32, 1024)
             if few <= programs * splits <= many or (splits == 1 and programs > many):
                 found.append({"block_r": block_r, "block_l": block_l, "splits": splits,
                               "stages": stages, "num_warps": num_warps})  # fmt: skip
@@ -331,7 +332,7 @@ def launch_attention(
     groups = num_sequences * num_kv_heads
     shape = {
         "B": num_sequences, "T": num_tokens, "N": num_heads, "G": num_kv_heads, "D": head_size,
-        "C": num_rows_of_cache, "dtype": str(q_PX.dtype)[6:],
+        "dtype": str(q_PX.dtype)[6:],
     }  # fmt: skip
     config = config_for(
         op,

@@ -60,7 +60,7 @@ def norm_linear_argmax(
     pdl = pdl_for(x_TH.device)
     launch(
         argmax_blocks_kernel, (num_tokens,), value, index, token_T, logit_T, num_blocks, num_tokens,
-        BLOCK=min(4096, pow2(num_blocks)), PDL=pdl, launch_pdl=pdl, num_warps=8,
+        BLOCK=min(8192, pow2(num_blocks)), PDL=pdl, launch_pdl=pdl, num_warps=16,
     )  # fmt: skip
     return token_T, logit_T
 

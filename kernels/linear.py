@@ -56,16 +56,12 @@ def default_config(
         block_k = min(pow2(num_inputs), 8192 // element_bytes)
         block_o = max(1, min(8, 32768 // (block_k * element_bytes)))
         return {"vector": 1, "block_o": block_o, "block_k": block_k, "num_warps": 4}
-    if num_tokens <= 4 and num_inputs * element_bytes <= 8192:
-        block_k = pow2(num_inputs)
-        num_warps = max(1, min(4, block_k // 512))
-        block_o = max(1, min(8, 8192 * num_warps // (block_k * element_bytes)))
-        return {"vector": 1, "block_o": block_o, "block_k": block_k, "num_warps": num_warps}
-    block_k = min(pow2(num_inputs, 16), 256 // element_bytes if num_tokens <= 32 else 64)
-    block_o = 16 if num_outputs <= 4096 else 32
+    few = num_tokens <= 32
+    block_k = min(pow2(num_inputs, 16), 256 // element_bytes)
+    block_o = 32 if num_outputs > 4096 or not few else 64
     programs = cdiv(num_outputs, block_o)
     split = 1
-    while split < 8 and programs * split < 200 and num_inputs // (2 * split) >= 4 * block_k:
+    while split < 4 and programs * split < 100 and num_inputs // (2 * split) >= 4 * block_k:
         split *= 2
     return {
         "vector": 0,
@@ -73,18 +69,21 @@ def default_config(
         "block_o": block_o,
         "block_k": block_k,
         "split_k": split,
-        "stages": 4 if num_tokens <= 32 else 3,
+        "stages": 4 if few else 3,
+        "swap": int(block_o == 64),
         "norm_first": int(num_inputs <= MAX_HIDDEN),
-        "num_warps": 2 if block_o == 16 and num_tokens <= 16 else 4,
+        "num_warps": 4,
     }
 
 
 #: block_o, block_k, split_k, stages, num_warps, swap
 _TILES = (
-    (16, 256, 1, 5, 2, 0), (16, 256, 2, 4, 2, 0), (16, 512, 1, 4, 4, 0), (32, 128, 1, 5, 4, 0),
-    (32, 256, 1, 4, 4, 0), (32, 256, 2, 4, 4, 0), (32, 256, 1, 4, 2, 1), (16, 256, 2, 5, 1, 1),
-    (64, 128, 1, 5, 4, 1), (64, 128, 2, 5, 4, 1), (64, 128, 4, 4, 4, 1), (64, 256, 1, 4, 4, 1),
-    (64, 256, 2, 4, 4, 1), (128, 128, 1, 4, 4, 1), (128, 64, 2, 6, 4, 1), (128, 128, 4, 3, 4, 1),
+    (32, 128, 1, 5, 4, 0), (64, 128, 1, 5, 4, 1), (64, 128, 4, 4, 4, 1), (32, 256, 1, 4, 2, 1),
+    (32, 256, 1, 4, 4, 0), (64, 128, 2, 5, 4, 1), (128, 128, 4, 3, 4, 1), (128, 128, 1, 4, 4, 1),
+    (32, 128, 2, 5, 4, 0), (32, 128, 4, 5, 4, 0), (32, 128, 1, 7, 4, 0), (64, 64, 4, 6, 4, 1),
+    (64, 64, 8, 6, 4, 1), (128, 64, 8, 5, 4, 1), (64, 128, 8, 4, 4, 1), (128, 128, 8, 3, 4, 1),
+    (16, 128, 1, 7, 1, 1), (32, 128, 2, 5, 2, 1), (64, 64, 1, 8, 4, 1), (32, 256, 2, 4, 4, 0),
+    (16, 256, 2, 5, 1, 1), (128, 64, 1, 6, 4, 1), (128, 128, 1, 4, 8, 1),
 )  # fmt: skip
 
 
@@ -101,7 +100,7 @@ def candidates(num_tokens: int, num_outputs: int, num_inputs: int) -> list[Confi
         tiles = [
             (block_o, whole, num_warps)
             for block_o, num_warps in (
-                (2, 1), (4, 1), (2, 2), (4, 2), (8, 2), (4, 4), (8, 4), (16, 4), (8, 8),
+                (4, 1), (4, 2), (8, 4),
             )
         ]  # fmt: skip
     if num_tokens <= MAX_VECTOR_TOKENS:
@@ -124,6 +123,9 @@ def candidates(num_tokens: int, num_outputs: int, num_inputs: int) -> list[Confi
         found.append({"vector": 0, "block_t": block_t, "block_o": block_o, "block_k": block_k,
                       "split_k": split, "stages": stages, "swap": swap, "norm_first": 1,
                       "num_warps": num_warps})  # fmt: skip
+        if num_outputs > num_inputs and block_o <= 64 and num_tokens <= 16:
+            # worth it where a kernel of its own for the norm is a large part
+            found.append(dict(found[-1], norm_first=0))
     return found
 
 

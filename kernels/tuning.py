@@ -96,12 +96,37 @@ def shipped_path(gpu: str) -> Path:
 
 
 def lookup(gpu: str, op: str, key: str) -> tuple[Config | None, str]:
-    """``(configuration, "tuned" | "shipped")`` for a shape; None where neither file has it."""
+    """``(configuration, "tuned" | "shipped")`` for a shape; None where neither file serves it.
+
+    A shape that was not tuned takes the configuration of the next larger number of tokens (T) and
+    sequences (B) with all else equal: what holds more tokens holds fewer.
+    """
     for path, source in ((default_path(), "tuned"), (shipped_path(gpu), "shipped")):
-        config = _cached_table(path, gpu).get(op, {}).get(key)
-        if config is not None:
-            return config, source
+        shapes = _cached_table(path, gpu).get(op, {})
+        found = key if key in shapes else _next_larger(tuple(shapes), key)
+        if found is not None:
+            return shapes[found], source
     return None, ""
+
+
+@cache
+def _next_larger(keys: tuple[str, ...], key: str) -> str | None:
+    wanted = dict(part.split("=", 1) for part in key.split(","))
+    # one token has kernels of its own
+    sizes = ("B",) if wanted.get("T") == "1" else ("T", "B")
+    best: tuple[tuple[int, ...], str] | None = None
+    for other in keys:
+        has = dict(part.split("=", 1) for part in other.split(","))
+        if has.keys() != wanted.keys():
+            continue
+        if any(has[name] != value for name, value in wanted.items() if name not in sizes):
+            continue
+        size = tuple(int(has[name]) for name in sizes if name in has)
+        if any(int(has[name]) < int(wanted[name]) for name in sizes if name in has):
+            continue
+        if best is None or (size, other) < best:
+            best = (size, other)
+    return None if best is None else best[1]
 
 
 @cache

@@ -4,9 +4,12 @@ One process can do only one of the two, because Triton decides when a kernel is 
 """
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.kernels.bounds import checked_bounds
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -79,3 +82,15 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda self, *a, **k: poison(new_empty(self, *a, **k))
     )
+
+
+@pytest.fixture(autouse=True)
+def bounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On the interpreter, an address outside a kernel's arguments fails the test."""
+    from kernels.device import INTERPRETED
+
+    if not INTERPRETED.value:
+        yield
+        return
+    with checked_bounds(monkeypatch):
+        yield

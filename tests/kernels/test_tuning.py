@@ -66,6 +66,32 @@ def test_shipped_configurations_fill_what_the_cache_lacks(
     assert tuning.lookup(gpu, "lm_head", "T=2") == (None, "")
 
 
+@pytest.mark.parametrize(
+    ("key", "wanted"),
+    [
+        pytest.param("B=1,D=8,T=1", 1, id="the-shape-itself"),
+        pytest.param("B=2,D=8,T=1", 4, id="more-sequences-of-one-token"),
+        pytest.param("B=1,D=8,T=3", 3, id="more-tokens"),
+        pytest.param("B=2,D=8,T=3", 5, id="the-smallest-that-holds-both"),
+        pytest.param("B=1,D=8,T=65", None, id="larger-than-all"),
+        pytest.param("B=9,D=8,T=1", None, id="one-token-does-not-take-a-trees"),
+        pytest.param("B=1,D=16,T=3", None, id="another-head-size"),
+    ],
+)
+def test_a_shape_between_takes_the_next_larger_ones_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, wanted: int | None
+) -> None:
+    path = tmp_path / "own.json"
+    monkeypatch.setenv(tuning.PATH_VARIABLE, str(path))
+    for tuned, splits in (
+        ("B=1,D=8,T=1", 1), ("B=4,D=8,T=1", 4), ("B=1,D=8,T=4", 3), ("B=4,D=8,T=4", 5),
+        ("B=16,D=8,T=64", 7),
+    ):  # fmt: skip
+        tuning.save(path, "GPU", "qkv_attention", tuned, {"splits": splits})
+    config, _ = tuning.lookup("GPU", "qkv_attention", key)
+    assert config == (None if wanted is None else {"splits": wanted})
+
+
 def test_the_shape_key_does_not_depend_on_order() -> None:
     assert tuning.shape_key({"T": 1, "H": 2}) == tuning.shape_key({"H": 2, "T": 1}) == "H=2,T=1"
 

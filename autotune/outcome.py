@@ -61,7 +61,7 @@ class Outcome:
 
     def verdict(self) -> str:
         """One honest sentence."""
-        won = [level.concurrency for level in self.levels if level.beats_baseline]
+        won = [level for level in self.levels if level.beats_baseline]
         if not self.levels:
             return "no level has a measured baseline and a measured alternative yet"
         if self.num_alternatives == 0:
@@ -83,13 +83,25 @@ class Outcome:
                 )  # fmt: skip
                 return f"nothing is shown to beat the baseline: {why} ({count})"
             return f"nothing beats the baseline (plain decoding) here ({count})"
-        if len(won) == len(self.levels):
-            return "the best configuration beats the baseline at every concurrency measured"
-        rest = [level.concurrency for level in self.levels if not level.beats_baseline]
-        return (
-            f"the best configuration beats the baseline at concurrency {_join(won)}, "
-            f"nothing does at {_join(rest)}"
+        gains = ", ".join(
+            f"{level.concurrency} ({level.ratio.median:.2f} ×)"
+            for level in won
+            if level.ratio is not None
         )
+        if len(won) == len(self.levels):
+            every = "every concurrency measured: " if len(won) > 1 else "concurrency "
+            return f"the best configuration beats the baseline at {every}{gains}"
+        rest = [level for level in self.levels if not level.beats_baseline]
+        open_ = [level.concurrency for level in rest if level.verdict == "undecided"]
+        lost = [level.concurrency for level in rest if level.verdict != "undecided"]
+        parts = [f"the best configuration beats the baseline at concurrency {gains}"]
+        if lost:
+            parts.append(f"nothing does at {_join(lost)}")
+        if open_:
+            apart = any(not level.interleaved for level in rest if level.concurrency in open_)
+            why = "not compared in turns" if apart else "inside the noise"
+            parts.append(f"it is undecided at {_join(open_)} ({why})")
+        return "; ".join(parts)
 
 
 def goal_of(study: Study) -> Goal:

@@ -68,7 +68,7 @@ def verdict_text(level: LevelOutcome, outcome: Outcome) -> str:
     """The verdict of a level in a few words."""
     if level.ratio is None:
         if outcome.num_alternatives == 0:
-            return "only the baseline measured"
+            return "baseline only"
         return "baseline is best"
     return level.verdict if level.interleaved else f"{level.verdict} (not in turns)"
 

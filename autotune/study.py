@@ -22,14 +22,13 @@ from autotune.outcome import Outcome, conclude, finalists, goal_of, leaders
 from autotune.plan import Plan
 from autotune.progress import Progress
 from autotune.records import Failure, Measurement
-from autotune.schemas import Study
 from autotune.search import Forecast, Proposal, Search
 from autotune.statistics import noise_floor
 from autotune.stopping import Heartbeat, StopFlag
 from autotune.store.store import Store
 from autotune.store.views import NoiseFloor, StudyView, TrialView
 from autotune.store.workers import is_alive
-from autotune.trial_values import objective_values
+from autotune.trial_values import level_weights, objective_values
 from model.spec import Knobs, Prediction
 
 #: a trial whose worker died this often is failed instead of tried again
@@ -167,7 +166,7 @@ class StudyRun:
             space=self.plan.space,
             baseline=self.plan.baseline,
             levels=self.study.workload.concurrency,
-            weights=_weights(self.study),
+            weights=level_weights(self.study),
             seed=self.study.seed,
             metric=goal_of(self.study),
             forecaster=_Forecaster(self.model, goal_of(self.study).name),
@@ -199,7 +198,12 @@ class StudyRun:
         for knobs_id, levels in winners.items():
             knobs = history.by_knobs[knobs_id].knobs
             if not self._affordable(knobs):
-                self.progress.note("no server start is left to compare the best with the baseline")
+                where = ", ".join(map(str, levels))
+                self.progress.note(
+                    f"no server start is left to compare {knobs.label()}, the best at concurrency "
+                    f"{where}, with the baseline in turns; raise budget.server_starts, or use "
+                    f"`autotune compare best baseline --study {self.study.name}`"
+                )
                 continue
             origin = f"final: best at {','.join(map(str, levels))}"
             ours = self.claims.take(f"final:{knobs_id}", "final", origin, knobs)
@@ -304,9 +308,12 @@ class StudyRun:
 
     def _may_open(self, history: History) -> bool:
         """Whether a start is left beyond those that the final comparison needs."""
-        best = [result.knobs for result in leaders(history, self.study).values()]
-        apart = any(not self._shares_start(knobs) for knobs in best)
-        return self.budget.starts_left() > (_APART_STARTS if apart else 1)
+        best = {r.knobs.id: r.knobs for r in leaders(history, self.study).values()}
+        apart = sum(not self._shares_start(knobs) for knobs in best.values())
+        limit = self.study.budget.server_starts or 0
+        # finals of several winners may take half of all starts, the search has the rest
+        kept = max(_APART_STARTS, min(apart * _APART_STARTS, limit // 2)) if apart else 1
+        return self.budget.starts_left() > kept
 
     def _affordable(self, knobs: Knobs) -> bool:
         """Whether the starts that are left allow comparing ``knobs`` with the baseline."""
@@ -385,10 +392,3 @@ class _Forecaster:
 
     def forecast(self, knobs: Sequence[Knobs]) -> Forecast | None:
         return None if self._metric == "ttft_ms" else self._model.forecast(knobs)
-
-
-def _weights(study: Study) -> dict[int, float]:
-    levels = study.workload.concurrency
-    weights = study.objective.weights or dict.fromkeys(levels, 1.0)
-    total = sum(weights.values())
-    return {level: weights[level] / total for level in levels}

@@ -37,3 +37,11 @@ def objective_values(history: History, study: Study, trial_id: int) -> list[floa
             gain += turned * weights[level] * math.log(medians[metric, level] / centre)
             total += weights[level]
     return [math.exp(gain / total)]
+
+
+def level_weights(study: Study) -> dict[int, float]:
+    """Concurrency -> share of the objective; equal shares unless the study weighs them."""
+    levels = study.workload.concurrency
+    weights = study.objective.weights or dict.fromkeys(levels, 1.0)
+    total = sum(weights.values())
+    return {level: weights[level] / total for level in levels}

@@ -32,15 +32,25 @@ def join(parts: Sequence[object], between: str = "") -> Html:
 
 
 def table(
-    heads: Sequence[str], rows: Sequence[Sequence[object]], numeric: Sequence[int] = ()
+    heads: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    numeric: Sequence[int] = (),
+    *,
+    dense: bool = False,
 ) -> Html:
-    """A table that becomes one card a row on a narrow screen (heads repeat beside the cells)."""
+    """A table that becomes one card a row on a narrow screen (heads repeat beside the cells).
+
+    ``dense``: there it stays a table of its first three columns instead.
+    """
     head = tag("tr", *(_cell("th", h, i in numeric, None) for i, h in enumerate(heads)))
     body = [
         tag("tr", *(_cell("td", c, i in numeric, heads[i]) for i, c in enumerate(row)))
         for row in rows
     ]
-    return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="scroll")
+    inside = tag(
+        "table", tag("thead", head), tag("tbody", *body), class_="dense" if dense else "cards"
+    )
+    return tag("div", inside, class_="scroll")
 
 
 def _cell(name: str, value: object, numeric: bool, head: str | None) -> Html:

@@ -167,7 +167,7 @@ def _cycle(level: LevelReport) -> list[object]:
         "part", "measured, ms (95 % CI, n)", f"predicted {when}, ms (90 %)", "share",
         "speed of light, ms",
     )  # fmt: skip
-    parts.append(table(heads, rows, numeric=(1, 2, 3, 4)))
+    parts.append(table(heads, rows, numeric=(1, 2, 3, 4), dense=True))
     if explained is not None:
         parts += [
             tag("p", f"{row.name}: {row.disagreement}", class_="warn")
@@ -270,7 +270,7 @@ def _failures(report: Report) -> Html:
     for failed in report.failures:
         failure = failed.failure
         line = f"trial {failed.number}: {failure.kind} at {failure.stage}: {failure.message}"
-        parts.append(tag("p", line, tag("br"), tag("span", failed.label, class_="soft")))
+        parts.append(tag("p", line, Html("<br>"), tag("span", failed.label, class_="soft")))
         if failure.log_tail:
             tail = "\n".join(failure.log_tail.splitlines()[-_LOG_LINES:])
             parts.append(tag("details", tag("summary", "end of its log"), tag("pre", tail)))

@@ -27,8 +27,8 @@ p { margin:6px 0; max-width:75ch; }
 .good { color:var(--good); } .bad { color:var(--bad); } .warn { color:var(--warn); }
 .verdict.good, .verdict.bad { color:var(--fg); }
 .scroll { overflow-x:auto; }
-table { border-collapse:collapse; width:100%; font-size:.92rem; margin:8px 0; }
-th,td { text-align:left; vertical-align:top; padding:6px 10px 6px 0;
+table { border-collapse:collapse; font-size:.92rem; margin:8px 0; }
+th,td { text-align:left; vertical-align:top; padding:6px 22px 6px 0;
   border-bottom:1px solid var(--line); }
 th { color:var(--soft); font-weight:600; }
 .n { text-align:right; font-variant-numeric:tabular-nums; }
@@ -49,12 +49,19 @@ svg .axis { stroke:var(--line); } svg .diagonal { stroke:var(--soft); stroke-das
 .share { display:inline-block; height:.7em; background:var(--accent); vertical-align:middle; }
 @media (max-width:640px) {
   main { padding:16px 14px 48px; }
-  thead { display:none; }
-  tr { display:block; border-bottom:2px solid var(--line); padding:8px 0; }
-  td { display:grid; grid-template-columns:9.2em minmax(0,1fr); gap:8px; border:0; padding:2px 0;
-    overflow-wrap:anywhere; }
-  td.n { text-align:left; white-space:normal; }
-  td::before { content:attr(data-head); color:var(--soft); }
+  .cards thead { display:none; }
+  .cards tr { display:block; border-bottom:2px solid var(--line); padding:8px 0; }
+  .cards td { display:grid; grid-template-columns:9.2em minmax(0,1fr); gap:8px; border:0;
+    padding:2px 0; overflow-wrap:anywhere; }
+  .cards td.n { text-align:left; white-space:normal; }
+  .cards td::before { content:attr(data-head); color:var(--soft); }
+  .cards td:empty { display:none; }
+  .dense { font-size:.8rem; width:100%; }
+  .dense td:first-child { white-space:nowrap; }
+  .cards, .cards tbody { display:block; width:100%; }
+  .dense th:nth-child(n+4), .dense td:nth-child(n+4) { display:none; }
+  .dense td.n { white-space:normal; }
+  th,td { padding:5px 8px 5px 0; }
   .bars { grid-template-columns:5.6em 1fr 4.4em; gap:4px 8px; }
 }
 @media print { main { max-width:none; } details { display:block; } }

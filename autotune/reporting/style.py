@@ -32,7 +32,7 @@ th,td { text-align:left; vertical-align:top; padding:6px 22px 6px 0;
   border-bottom:1px solid var(--line); }
 th { color:var(--soft); font-weight:600; }
 .n { text-align:right; font-variant-numeric:tabular-nums; }
-td.n { white-space:nowrap; }
+td.n, .dense td:first-child { white-space:nowrap; }
 code,pre { font:.86rem/1.45 ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace; }
 code { background:var(--panel); padding:1px 5px; border-radius:3px; overflow-wrap:anywhere; }
 pre { background:var(--panel); padding:10px 12px; overflow-x:auto; margin:6px 0; max-height:320px; }
@@ -57,7 +57,6 @@ svg .axis { stroke:var(--line); } svg .diagonal { stroke:var(--soft); stroke-das
   .cards td::before { content:attr(data-head); color:var(--soft); }
   .cards td:empty { display:none; }
   .dense { font-size:.8rem; width:100%; }
-  .dense td:first-child { white-space:nowrap; }
   .cards, .cards tbody { display:block; width:100%; }
   .dense th:nth-child(n+4), .dense td:nth-child(n+4) { display:none; }
   .dense td.n { white-space:normal; }

@@ -17,10 +17,11 @@ from typing import Any
 from engine.api import Engine
 from engine.bench import random_prompts
 from engine.config import LaunchConfig, SpeculationConfig
+from engine.errors import EngineError
 from engine.results import Request, RunResult
 
 SHAPE = "qwen3-30b-a3b"
-PROMPT_LEN, LONG, SHORT = 896, 257, 1
+PROMPT_LEN, LONG, HALF, SHORT = 896, 257, 129, 1
 #: room for the prompt, the output and a verify
 MAX_CONTEXT = 1280
 BANDWIDTH = 4.2e12
@@ -67,7 +68,7 @@ def measure(
     engine: Engine, batch: int, speculation: SpeculationConfig, repeats: int, seed: int = 1
 ) -> dict[str, Any]:
     """One row of wall, busy and spread."""
-    asks = {new: requests(batch, new, seed) for new in (LONG, SHORT)}
+    asks = {new: requests(batch, new, seed) for new in (LONG, HALF, SHORT)}
 
     def wall(new: int) -> tuple[float, RunResult]:
         start_s = time.perf_counter()
@@ -76,9 +77,10 @@ def measure(
 
     for new in (LONG, SHORT):
         wall(new)
-    longs, shorts = [], []
+    longs, halves, shorts = [], [], []
     for _ in range(repeats):
         longs.append(wall(LONG))
+        halves.append(wall(HALF))
         shorts.append(wall(SHORT)[0])
     runs = [run for _, run in longs]
     steps = runs[0].num_cycles
@@ -91,6 +93,11 @@ def measure(
         "wall_ms": statistics.median(walls),
         "wall_low_ms": min(walls),
         "wall_high_ms": max(walls),
+        # between two runs that both decode: the prefill's scatter has less weight
+        "late_wall_ms": statistics.median(
+            (long_s - half_s) * 1e3 / (long.num_cycles - half.num_cycles)
+            for (long_s, long), (half_s, half) in zip(longs, halves, strict=True)
+        ),
         "cycle_ms": statistics.median(r.cycle_ms for r in runs),
         "busy_ms": statistics.median(busies),
         "segments_ms": dict(last.segments_ms),
@@ -232,45 +239,87 @@ def tiny_requests(count: int, input_len: int, new: int) -> list[Request]:
 
 
 def tiny_rows(emit: Emit, name: str, changes: dict[str, Any]) -> None:
-    """Interleaved repeats of plain, chain and tree decoding."""
+    """Interleaved repeats of plain, chain and tree decoding at three loads.
+
+    A kind that kills the workers is left out of the rest, and said.
+    """
     kinds = {
         "off": OFF,
         "chain 3": SpeculationConfig(method="eagle3", steps=3, topk=1),
-        "chain 5": SpeculationConfig(method="eagle3", steps=5, topk=1),
         "tree 3x4/16": SpeculationConfig(method="eagle3", steps=3, topk=4, draft_tokens=16),
+        "tree 3x2/8": SpeculationConfig(method="eagle3", steps=3, topk=2, draft_tokens=8),
+        "chain 7": SpeculationConfig(method="eagle3", steps=7, topk=1),
+        "chain 5": SpeculationConfig(method="eagle3", steps=5, topk=1),
     }
     asks = tiny_requests(32, 128, 192)
-    with Engine(tiny_config(**changes)) as engine:
+    engine = Engine(tiny_config(**changes))
+    try:
         for concurrency in (1, 4, 16):
             some = asks[: max(4, 2 * concurrency)]
-            rates: dict[str, list[float]] = {kind: [] for kind in kinds}
-            last: dict[str, RunResult] = {}
+            runs: dict[str, list[RunResult]] = {kind: [] for kind in kinds}
             for repeat in range(4):
-                for kind, speculation in kinds.items():
-                    run = engine.generate(some, speculation, concurrency=concurrency)
-                    last[kind] = run
+                for kind in list(kinds):
+                    try:
+                        run = engine.generate(some, kinds[kind], concurrency=concurrency)
+                    except EngineError as error:
+                        emit(
+                            row="failure",
+                            name=f"{name}, {kind}",
+                            batch=concurrency,
+                            error=error.message[:300],
+                            log=error.log_tail[-2500:],
+                        )
+                        del kinds[kind]
+                        engine.close()
+                        engine = Engine(tiny_config(**changes))
+                        continue
                     if repeat:
-                        rates[kind].append(run.tokens_per_s or 0.0)
-            base = statistics.median(rates["off"])
-            plain = [r.token_ids for r in last["off"].requests]
-            for kind, values in rates.items():
-                run = last[kind]
-                same = sum(r.token_ids == p for r, p in zip(run.requests, plain, strict=True))
-                emit(
-                    row="tiny",
-                    name=f"{name}, {kind}",
-                    batch=concurrency,
-                    tokens_per_s=statistics.median(values),
-                    low=min(values),
-                    high=max(values),
-                    speedup=statistics.median(values) / base,
-                    accept_length=run.counters.accept_length,
-                    same_outputs=f"{same}/{len(plain)}",
-                    cycle_ms=run.cycle_ms,
-                    busy_ms=sum(m for n, m in run.segments_ms.items() if n != "host_gap"),
-                    phases_ms={n: round(ms, 4) for n, ms in run.phases_ms.items()},
-                    graphs=dict(run.graphs),
-                )
+                        runs[kind].append(run)
+            tiny_level(emit, name, concurrency, {k: runs[k] for k in kinds})
+    finally:
+        engine.close()
+
+
+def tiny_level(emit: Emit, name: str, concurrency: int, runs: dict[str, list[RunResult]]) -> None:
+    """Rows of one load: medians, and speed-ups over plain decoding."""
+    base = statistics.median(r.tokens_per_s or 0.0 for r in runs["off"])
+    plain = [r.token_ids for r in runs["off"][-1].requests]
+    for kind, found in runs.items():
+        run, rates = found[-1], [r.tokens_per_s or 0.0 for r in found]
+        same = sum(r.token_ids == p for r, p in zip(run.requests, plain, strict=True))
+        emit(
+            row="tiny",
+            name=f"{name}, {kind}",
+            batch=concurrency,
+            tokens_per_s=statistics.median(rates),
+            low=min(rates),
+            high=max(rates),
+            speedup=statistics.median(rates) / base,
+            accept_length=run.counters.accept_length,
+            same_outputs=f"{same}/{len(plain)}",
+            cycle_ms=run.cycle_ms,
+            busy_ms=sum(m for n, m in run.segments_ms.items() if n != "host_gap"),
+            phases_ms={n: round(ms, 4) for n, ms in run.phases_ms.items()},
+            graphs=dict(run.graphs),
+        )
+
+
+def stage_diagnose(emit: Emit) -> None:
+    """Which kernel of the tiny model faults: every launch waits, no graphs; then memcheck."""
+    changes = {"environment": {"CUDA_LAUNCH_BLOCKING": "1"}, "cuda_graph": {}}
+    asks = tiny_requests(2, 64, 12)
+    for dtype in ("bfloat16", "float32"):
+        for steps, topk, tokens in ((5, 1, 6), (5, 2, 12), (2, 1, 3)):
+            spec = SpeculationConfig(method="eagle3", steps=steps, topk=topk, draft_tokens=tokens)
+            name = f"{dtype} {steps}/{topk}/{tokens}"
+            try:
+                with Engine(tiny_config(dtype=dtype, **changes)) as engine:
+                    for concurrency in (1, 2):
+                        engine.generate(asks, spec, concurrency=concurrency)
+                emit(row="diagnose", name=name, error="none")
+            except EngineError as error:
+                tail = error.log_tail[-3500:]
+                emit(row="diagnose", name=name, error=error.message[:200], log=tail)
 
 
 def stage_fp32(emit: Emit) -> None:
@@ -278,7 +327,7 @@ def stage_fp32(emit: Emit) -> None:
     asks = tiny_requests(4, 64, 96)
     with Engine(tiny_config(dtype="float32", max_concurrency=4)) as engine:
         plain = engine.generate(asks, OFF, concurrency=1)
-        for steps, topk, tokens in ((3, 1, 4), (3, 4, 16), (5, 2, 12)):
+        for steps, topk, tokens in ((3, 1, 4), (3, 4, 16), (3, 2, 8), (7, 1, 8), (5, 2, 12)):
             spec = SpeculationConfig(method="eagle3", steps=steps, topk=topk, draft_tokens=tokens)
             run = engine.generate(asks, spec, concurrency=4)
             pairs = zip(run.requests, plain.requests, strict=True)
@@ -336,6 +385,7 @@ STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     "q48": (stage_q48, 110),
     "fp32": (stage_fp32, 90),
     "tiny": (stage_tiny, 90),
+    "diagnose": (stage_diagnose, 60),
     "q48eager": (stage_q48eager, 60),
     "peer8": (stage_peer8, 80),
     "q8fused": (stage_q8fused, 60),
@@ -355,14 +405,19 @@ def run_stage(name: str, out: Path) -> None:
             file.write(line + "\n")
         show(row)
 
-    STAGES[name][0](emit)
+    try:
+        STAGES[name][0](emit)
+    except EngineError as error:
+        emit(row="failure", name=name, error=error.message, log=error.log_tail[-3500:])
+        raise SystemExit(1) from None
 
 
 def show(row: dict[str, Any]) -> None:
     """One line of the table."""
     parts = [f"{row.get('name', ''):<34} {row.get('row', ''):<12}"]
     for key in (
-        "batch", "wall_ms", "wall_low_ms", "wall_high_ms", "cycle_ms", "busy_ms", "floor_ms",
+        "batch", "wall_ms", "wall_low_ms", "wall_high_ms", "late_wall_ms", "cycle_ms", "busy_ms",
+        "floor_ms",
         "distinct_experts", "accept_length", "tokens_per_s", "speedup", "same_outputs", "start_s",
         "prefill_s", "verify_ms", "rc", "error", "eager_ms", "captured_ms",
     ):  # fmt: skip

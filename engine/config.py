@@ -290,11 +290,13 @@ def parse_config(data: Mapping[str, Any], *, allow_other_machine: bool = False) 
 def load_config(path: Path, *, allow_other_machine: bool = False) -> LaunchConfig:
     """Read a YAML file; relative paths in it start at its folder, else here."""
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise invalid(f"{path}: {error.strerror or error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise invalid(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise invalid(f"{path}: not YAML: nested too deeply") from None
     if not isinstance(data, Mapping):
         raise invalid(f"{path}: must be a mapping with the engine's settings")
     config = parse_config(data, allow_other_machine=allow_other_machine)

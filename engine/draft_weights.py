@@ -16,6 +16,8 @@ from engine.errors import invalid
 from engine.shapes import DraftShape
 from engine.weights import RandomSource, Source
 
+#: spread of random weights
+_WIDE_STD = 0.1
 _INT_DTYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8")}
 
 
@@ -109,8 +111,14 @@ def random_draft(
     dtype: torch.dtype,
     device: torch.device,
 ) -> DraftWeights:
-    """A head with random weights over the first ``draft_vocab`` tokens."""
-    source = RandomSource(draft_tensor_shapes(shape, "midlayer."), seed, device, dtype=dtype)
+    """A head with random weights over the first ``draft_vocab`` tokens.
+
+    Drawn so wide that a layer's output drowns the residual: with narrow weights the hidden state
+    hardly moves from step to step, every draft is the same token, and the target's experts in a
+    verify are then fewer than real text touches.
+    """
+    shapes = draft_tensor_shapes(shape, "midlayer.")
+    source = RandomSource(shapes, seed, device, dtype=dtype, std=_WIDE_STD)
     target_id_R = torch.arange(shape.draft_vocab)
     return _assemble(
         source, "midlayer.", None, target_embed_VH, target_id_R, dtype=dtype, device=device

@@ -277,6 +277,8 @@ def load_machine(path: str | Path) -> Machine:
         raise ValueError(f"machine file {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"machine file {path}: no YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ValueError(f"machine file {path}: no YAML: nested too deeply") from None
     if not isinstance(values, dict):
         raise ValueError(f"machine file {path}: a mapping is expected, not {type(values).__name__}")
     return Machine.from_dict(values, where=f"machine file {path}")

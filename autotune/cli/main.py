@@ -3,7 +3,9 @@
 ``main`` turns every ``AutotuneError`` into one line on stderr and its exit code.
 """
 
+import contextlib
 import importlib
+import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -70,6 +72,10 @@ def _unused() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exits with 2 for mistakes of the user, 1 for failures."""
     words = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # a terminal that knows ASCII only shows "?" for a dash instead of ending the command
+            stream.reconfigure(errors="replace")
     try:
         command = typer.main.get_command(build_app(words))
         code = command.main(args=words, prog_name="autotune", standalone_mode=False)
@@ -96,10 +102,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _tell(message: str, exit_code: int, words: Sequence[str]) -> NoReturn:
     """One line on stderr for each problem; with --json also one object on stdout. Exits."""
-    for line in message.splitlines():
-        print(f"autotune: {line}", file=sys.stderr)
-    if "--json" in words:
-        print(json.dumps({"error": message, "exit_code": exit_code}, indent=2))
+    # the message may be about these very streams: a full disk, a closed pipe
+    with contextlib.suppress(OSError):
+        for line in message.splitlines():
+            print(f"autotune: {line}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        if "--json" in words:
+            print(json.dumps({"error": message, "exit_code": exit_code}, indent=2), flush=True)
     sys.exit(exit_code)
 
 

@@ -171,6 +171,15 @@ def _stored_revisions(connection: Connection) -> list[str]:
     return [str(row[0]) for row in rows]
 
 
+def is_empty(engine: Engine) -> bool:
+    """Whether autotune has no tables there: a file of somebody else, which reading leaves alone."""
+    from alembic.runtime.migration import MigrationContext
+
+    with clear_errors(engine.url), engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
+        return context.get_current_revision() is None
+
+
 def _config() -> "Config":
     from alembic.config import Config
 

@@ -4,6 +4,7 @@ from autotune.errors import UserError
 from autotune.store.database import (
     BUSY_TIMEOUT_S,
     check_revision,
+    is_empty,
     migrate,
     open_engine,
     parse_url,
@@ -44,5 +45,10 @@ class Store(StudyQueries, TrialQueries, EvidenceQueries, WorkerQueries):
             )
         engine = open_engine(parsed, busy_timeout_s)
         if not check_revision(engine):
+            if is_empty(engine):
+                raise UserError(
+                    f"database {shown(parsed)} holds no studies; start one first, or name another "
+                    f"with --database"
+                )
             migrate(engine)
         return cls(engine)

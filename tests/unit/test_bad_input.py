@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +252,42 @@ def test_optuna_tables_of_another_optuna_are_named(
     assert ended.value.code == 2
     assert "its Optuna tables are of another Optuna" in err
     assert str(tmp_path / "a.db") in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [["study", "list"], ["study", "list", "--json"]], ids=" ".join)
+def test_output_that_nobody_can_take_ends_without_a_traceback(
+    tmp_path: Path, words: list[str]
+) -> None:
+    Store.create(f"sqlite:///{tmp_path}/a.db").close()
+    command = [sys.executable, "-m", "autotune.cli.main", *words, "-d", str(tmp_path / "a.db")]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=200)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines() == ["autotune: No space left on device"]
+
+
+def test_a_terminal_that_knows_ascii_only_gets_the_table_all_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "autotune.cli.main", "study", "list"]
+    Store.create(f"sqlite:///{tmp_path}/a.db").close()
+    ended = subprocess.run(
+        [*command, "-d", str(tmp_path / "a.db")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "trials" in ended.stdout
+
+
+def test_reading_leaves_an_empty_file_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "notes.txt"
+    file.touch()
+    with pytest.raises(SystemExit) as ended:
+        main(["study", "list", "-d", str(file)])
+    assert ended.value.code == 2
+    assert "holds no studies" in capsys.readouterr().err
+    assert file.read_bytes() == b""

@@ -169,3 +169,24 @@ def test_default_capture_points_are_those_of_published_heads() -> None:
     """Qwen3-235B-A22B heads list outputs of layers 1, 46, 90 of 94: inputs of 2, 47, 91."""
     assert default_capture_points(94) == (2, 47, 91)
     assert default_capture_points(36) == (2, 18, 33)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"\x7fELF\x02\xd0\xff", id="binary"),
+        pytest.param(b"a: " + b"[" * 2000 + b"]" * 2000, id="nested-too-deeply"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_one_line(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "best.yaml"
+    file.write_bytes(content)
+    with pytest.raises(EngineError, match=r"best\.yaml: not YAML"):
+        load_config(file)
+
+
+def test_simulated_measurements_are_refused_as_such() -> None:
+    document = {"engine": {"target": {"path": "x"}}, "machine_fingerprint": "sim:0123456789ab"}
+    with pytest.raises(EngineError, match=r"sim:0123456789ab.*simulated measurements"):
+        parse_config(document)
+    assert parse_config(document, allow_other_machine=True).target.path == "x"

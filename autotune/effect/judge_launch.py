@@ -28,7 +28,8 @@ def judge_launch(
     """Judge ``expected`` and every NCCL variable that the user or a file sets."""
     wanted = {n: v for n, v in launch.asked.items() if n.startswith("NCCL_") or n in launch.lost}
     shown = {n: v for n, v in wanted.items() if n.startswith(("NCCL_", "CUDA_"))}
-    asked = {**shown, **expected}
+    # the shell hands them on in no order of meaning
+    asked = {**dict(sorted(shown.items())), **expected}
     for name, setting in launch.files.items():
         asked.setdefault(name, setting.value)
     knobs = [_judge(launch, name, value) for name, value in asked.items()]

@@ -190,7 +190,7 @@ def whole_model(emit: Emit, name: str, changes: dict[str, Any]) -> None:
                 row["floor_ms"] = floor_ms(48, batch, row["distinct_experts"])
             emit(row="decode", name=name, layers=48, **row)
         for batch in (1, 4):
-            row = measure(engine, batch, K3, 4)
+            row = measure(engine, batch, K3, 4 if batch == 1 else 2)
             emit(row="eagle3 k=3", name=name, layers=48, **row)
         verifies = [
             engine.generate(requests(1, 130, seed), K3, concurrency=1).segments_ms.get("verify")

@@ -10,8 +10,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, Self
 
-import networkx as nx
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+
+from model.graph import Graph
 
 NodeKind = Literal["gpu", "switch", "root_port", "socket", "host_memory", "nvswitch", "nic"]
 LinkKind = Literal["pcie", "fabric", "socket", "memory", "nvlink"]
@@ -150,12 +151,14 @@ class Topology(Schema):
                 raise ValueError(
                     f"{here}: a {link.kind} link cannot join {kinds[link.a]} and {kinds[link.b]}"
                 )
-        tree = self.host_graph.subgraph(n for n, kind in kinds.items() if kind != "socket")
-        if tree.number_of_nodes() and not nx.is_forest(tree):
-            cycle = " - ".join(str(edge[0]) for edge in nx.find_cycle(tree))
-            raise ValueError(f"topology.links: PCIe is a tree, but {cycle} form a cycle")
+        tree = self.host_graph.without(n for n, kind in kinds.items() if kind == "socket")
+        cycle = tree.cycle()
+        if cycle is not None:
+            raise ValueError(
+                f"topology.links: PCIe is a tree, but {' - '.join(cycle)} form a cycle"
+            )
         sockets = [n for n, kind in kinds.items() if kind == "socket"]
-        for part in nx.connected_components(tree):
+        for part in tree.parts():
             doors = [n for n in part for s in sockets if self.host_graph.has_edge(n, s)]
             roots = {s for n in part for s in sockets if self.host_graph.has_edge(n, s)}
             if len(doors) > 1:
@@ -163,7 +166,7 @@ class Topology(Schema):
                     f"topology.links: PCIe is a tree, but {sorted(part)} reach sockets "
                     f"{sorted(roots)} over {len(doors)} ways"
                 )
-        reached = nx.node_connected_component(self.host_graph, sockets[0])
+        reached = self.host_graph.parents_from(sockets[0])
         for name, kind in kinds.items():
             if kind != "nvswitch" and name not in reached:
                 raise ValueError(f"topology: {kind} {name!r} is disconnected from {sockets[0]!r}")
@@ -177,20 +180,19 @@ class Topology(Schema):
         return {node.id: node.kind for node in self.nodes}
 
     @cached_property
-    def host_graph(self) -> "nx.Graph[str]":
-        """Everything but NVLink; edges carry their ``Link`` as ``link``."""
+    def host_graph(self) -> Graph[Link]:
+        """Everything but NVLink."""
         return self._graph(lambda link: link.kind != "nvlink")
 
     @cached_property
-    def nvlink_graph(self) -> "nx.Graph[str]":
+    def nvlink_graph(self) -> Graph[Link]:
         """NVLinks only."""
         return self._graph(lambda link: link.kind == "nvlink")
 
-    def _graph(self, keep: Callable[[Link], bool]) -> "nx.Graph[str]":
-        graph: nx.Graph[str] = nx.Graph()
-        graph.add_nodes_from(node.id for node in self.nodes)
+    def _graph(self, keep: Callable[[Link], bool]) -> Graph[Link]:
+        graph: Graph[Link] = Graph(node.id for node in self.nodes)
         for link in filter(keep, self.links):
-            graph.add_edge(link.a, link.b, link=link)
+            graph.add_edge(link.a, link.b, link)
         return graph
 
     @property
@@ -201,13 +203,13 @@ class Topology(Schema):
     def host_path(self, a: str, b: str) -> tuple[str, ...]:
         """Node ids from ``a`` to ``b`` without NVLink, fewest links first."""
         self._known(a, b)
-        return tuple(nx.shortest_path(self.host_graph, a, b))
+        return self.host_graph.path(a, b)
 
     def links_along(self, path: tuple[str, ...], nvlink: bool = False) -> Iterator[Link]:
         """The links of a path of node ids."""
         graph = self.nvlink_graph if nvlink else self.host_graph
         for a, b in pairwise(path):
-            yield graph.edges[a, b]["link"]
+            yield graph.edge(a, b)
 
     def path_type(self, gpu_a: int, gpu_b: int) -> PathType:
         """The path between two GPUs in NCCL's terms.
@@ -243,9 +245,8 @@ class Topology(Schema):
     def socket_of(self, node: str) -> str:
         """The socket nearest to a node."""
         self._known(node)
-        lengths = nx.single_source_shortest_path_length(self.host_graph, node)
         sockets = [n for n, kind in self.kinds.items() if kind == "socket"]
-        return min(sockets, key=lambda s: (lengths[s], s))
+        return min(sockets, key=lambda s: (len(self.host_graph.path(node, s)), s))
 
     def _known(self, *names: str) -> None:
         for name in names:

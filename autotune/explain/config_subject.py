@@ -65,6 +65,7 @@ def launch_subjects(
     levels = launch_knobs(data, path)
     if context is not None:
         predictor, prior = context.predictor, context.prior
+        notes = context.notes
         workloads: Mapping[int, Workload] = context.view.workloads
     else:
         study = _study_of(engine, path, sorted(levels))
@@ -75,6 +76,11 @@ def launch_subjects(
             target, draft_shape(study, target), machine, default_calibration(machine), prior
         )
         workloads = study_workloads(study)
+        assumed = next(iter(workloads.values()))
+        notes = (
+            f"workload assumed, since the file names none and its study is not at hand: "
+            f"{assumed.input_len} tokens in, {assumed.output_len} out",
+        )
     found = []
     for level in _levels(levels, concurrency, str(path)):
         workload = workloads.get(level)
@@ -87,7 +93,7 @@ def launch_subjects(
                 workload=workload,
                 predictor=predictor,
                 prior=prior,
-                notes=() if context is None else context.notes,
+                notes=notes,
             )
         )
     return found

@@ -13,6 +13,7 @@ from typing import Any
 from autotune.foreign.literals import balanced, keyword_values
 from autotune.foreign.run import ForeignRun, Sample
 from autotune.foreign.servers import sglang_knobs
+from autotune.foreign.sglang_decode import read_decode_line
 
 MARKS = (
     "server_args=ServerArgs(",
@@ -83,12 +84,11 @@ class _Reader:
             self._other(line)
 
     def _decode(self, line: str) -> None:
-        fields = _fields(line)
+        found = read_decode_line(line)
         # a line from another scheduler of a data-parallel server is its own batch
-        speed = _number(fields.get("gen throughput (token/s)"))
-        running = _integer(fields.get("running-req"))
-        if speed is None or running is None:
+        if found is None or found.tokens_per_s is None:
             return
+        running, speed = found.running, found.tokens_per_s
         stamp = _time(line)
         idle = (
             self._last is not None
@@ -100,8 +100,7 @@ class _Reader:
             self._gap = running == 0
             self._dropped += 1
             return
-        accept = _number(fields.get("accept len"))
-        graph = fields.get("cuda graph")
+        accept = found.accept_length
         tokens = accept if accept is not None else 1.0
         self.samples.append(
             Sample(
@@ -109,7 +108,7 @@ class _Reader:
                 tokens_per_s=speed,
                 step_ms=1e3 * running * tokens / speed if speed > 0 else None,
                 accept_length=accept,
-                cuda_graph=None if graph not in ("True", "False") else graph == "True",
+                cuda_graph=found.cuda_graph,
             )
         )
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
+from autotune.foreign.sglang_decode import read_decode_line
 from autotune.lint.log_signatures import MAY_MATCH, SIGNATURES
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_DECODE = re.compile(r"Decode batch.*?#running-req: (\d+)")
-_FIELD = re.compile(r"(accept len|accept rate|cuda graph|gen throughput \(token/s\)): ([\w.]+)")
 _SPEC = re.compile(
     r"SpecDecoding metrics: .*?Mean acceptance length: ([\d.]+)"
     r"(?:.*?Per-position acceptance rate: ([\d., ]+))?"
@@ -182,15 +181,14 @@ def _take_start(facts: LogFacts, line: str, where: str) -> None:
 
 
 def _take_decoding(facts: LogFacts, line: str, where: str) -> None:
-    match = _DECODE.search(line) if "Decode batch" in line else None
-    if match is not None:
-        fields = dict(_FIELD.findall(line))
+    found = read_decode_line(line)
+    if found is not None:
         facts.decodes.append(
             Decode(
-                running=int(match[1]),
-                accept_length=_float(fields.get("accept len")),
-                cuda_graph={"True": True, "False": False}.get(fields.get("cuda graph", "")),
-                tokens_per_s=_float(fields.get("gen throughput (token/s)")),
+                running=found.running,
+                accept_length=found.accept_length,
+                cuda_graph=found.cuda_graph,
+                tokens_per_s=found.tokens_per_s,
                 evidence=where,
             )
         )

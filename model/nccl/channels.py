@@ -78,6 +78,8 @@ class ChannelLayer:
         #: per demands: (GPU, first GPU, visited, left) -> steps of a search that laid nothing
         self._barren: dict[Hashable, dict[tuple[int, ...], int]] = {}
         self._known: dict[tuple[int, ...], int] = {}
+        #: attempts by all that decides their course -> bandwidth, best total, steps left
+        self._walked: dict[Hashable, tuple[float, float, int]] = {}
         self._rates: list[int] = []
         self._numbers: dict[TopoLink, int] = {}
         for nodes in topo.nodes.values():
@@ -150,7 +152,19 @@ class ChannelLayer:
             [gpu for gpu in self._candidates(trial, a) if self.allowed[a][gpu]]
             for a in range(self.num_gpus)
         ]
-        self._next_channel(trial, best, self._pack(trial))
+        left, demands = self._pack(trial)
+        walk = (
+            demands, left, trial.pattern, trial.same_channels,
+            trial.min_channels, trial.max_channels,
+        )  # fmt: skip
+        # the same walk with less bandwidth lays as many channels, so it cannot be better
+        faster, total, steps = self._walked.get(walk, (0.0, 0.0, 0))
+        if trial.bw_intra < faster and best.total >= total:
+            self.steps = steps
+            return steps
+        self._next_channel(trial, best, left)
+        if trial.pattern != NVLS and self.steps >= 0:
+            self._walked[walk] = (trial.bw_intra, best.total, self.steps)
         return self.steps
 
     def _needs(self, route: _Route, bandwidth: float) -> list[tuple[int, int]]:
@@ -159,8 +173,8 @@ class ChannelLayer:
         pairs = zip(route.links, route.pcie, strict=True)
         return [(link, wide if pcie else narrow) for link, pcie in pairs]
 
-    def _pack(self, trial: Candidate) -> int:
-        """All links whole, as one integer; also finds what attempts with these demands learnt."""
+    def _pack(self, trial: Candidate) -> tuple[int, Hashable]:
+        """All links whole, as one integer, and what tells attempts with equal demands."""
         needs = [[self._needs(route, trial.bw_intra) for route in row] for row in self.routes]
         self._unit = dict.fromkeys(range(len(self._rates)), 1)
         alike = False
@@ -186,7 +200,8 @@ class ChannelLayer:
             tuple(map(tuple, self.following)),
         )
         self._known = self._barren.setdefault(demands, {})
-        return self._guards + self._packed([(link, self._rates[link]) for link in self._unit])
+        whole = [(link, self._rates[link]) for link in self._unit]
+        return self._guards + self._packed(whole), demands
 
     def _packed(self, pairs: Iterable[tuple[int, int]]) -> int:
         return sum((amount // self._unit[link]) << self._place[link] for link, amount in pairs)

@@ -264,7 +264,10 @@ def topology_of(machine: Machine, num_ranks: int, rule: P2pRule) -> NcclTopology
                 if far != came_from and kinds[far] in ("gpu", "switch") and holds(far, name):
                     attach(far, name, parent)
             return
-        link = graph.edges[came_from, name]["link"]
+        link = graph.edge(came_from, name)
+        # the topology's check: every PCIe link has both
+        assert link.pcie_gen is not None
+        assert link.pcie_width is not None
         node = topo.add("GPU" if kinds[name] == "gpu" else "PCI")
         found[name] = node
         if kinds[name] == "switch":

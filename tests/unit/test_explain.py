@@ -356,6 +356,9 @@ def test_a_launch_config_is_explained_with_a_named_machine(
     assert first["knobs"]["speculation.steps"] == 2
     assert first["workload"]["concurrency"] == 4
     assert second["knobs"]["speculation.method"] == "off"
+    load = first["workload"]
+    sizes = f"{load['input_len']} tokens in, {load['output_len']} out"
+    assert any("workload assumed" in note and sizes in note for note in first["notes"])
     path.write_text("a: 1\n")
     with pytest.raises(SystemExit) as ended:
         main(["explain", str(path)])

@@ -234,3 +234,26 @@ def test_values_in_logs_survive_brackets_quotes_and_cuts() -> None:
         "f": "torch.bfloat16",
         "g": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        ("#running-req: 3, #token: 9, accept len: 2.10, cuda graph: True, "
+         "gen throughput (token/s): 101.5, #queue-req: 0", (3, 2.1, True, 101.5)),
+        ("#running-req: 1, cuda graph: False", (1, None, False, None)),
+        ("#running-req: 2, accept len: nope, gen throughput (token/s): 7", (2, None, None, 7.0)),
+        ("#runn", None),
+    ],
+    ids=["whole", "no speculation", "odd number", "cut off"],
+)  # fmt: skip
+def test_a_decode_line_is_read_by_one_reader(
+    tail: str, expected: tuple[object, ...] | None
+) -> None:
+    from dataclasses import astuple
+
+    from autotune.foreign.sglang_decode import read_decode_line
+
+    found = read_decode_line(f"[2026-01-02 03:04:05 TP0] Decode batch, {tail}")
+    assert (None if found is None else astuple(found)) == expected
+    assert read_decode_line(f"[2026-01-02 03:04:05 TP0] Prefill batch, {tail}") is None

@@ -60,7 +60,7 @@ class Unit:
     @property
     def estimate_bytes(self) -> int:
         """Upper bound of the shared memory it needs."""
-        blocks = {name: value for name, value in self.constants if type(value) is int}
+        blocks = {name: int(value) for name, value in self.constants if isinstance(value, int)}
         wide = any(kind == "*fp32" for name, kind in self.signature if name in _WEIGHTS)
         return estimate(self.kernel.__name__, blocks, 4 if wide else 2)
 

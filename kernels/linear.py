@@ -69,7 +69,7 @@ def default_config(
         "block_o": block_o,
         "block_k": block_k,
         "split_k": split,
-        "stages": 4 if few else 3,
+        "stages": 4 if num_tokens <= 16 else 3,
         "swap": int(block_o == 64),
         "norm_first": int(num_inputs <= MAX_HIDDEN),
         "num_warps": 4,

@@ -17,9 +17,18 @@ _PLAIN_BYTES = 24 * 1024
 
 
 def _matrix(
-    rows: int, columns: int, inner: int, stages: int, element_bytes: int, tiles: int = 1
+    rows: int,
+    columns: int,
+    inner: int,
+    stages: int,
+    element_bytes: int,
+    swapped: bool,
+    tiles: int = 1,
 ) -> int:
-    operands = max(stages - 1, 1) * (rows + tiles * columns) * inner * element_bytes
+    # a warp group's product reads a tile while all the others are being filled
+    operands = (
+        max(stages if swapped else stages - 1, 1) * (rows + tiles * columns) * inner * element_bytes
+    )
     converted = 2 * rows * inner * element_bytes + rows * columns * 4
     return operands + converted + _SLACK_BYTES
 
@@ -27,18 +36,19 @@ def _matrix(
 def estimate(kernel: str, blocks: Mapping[str, int], element_bytes: int) -> int:
     """Upper bound in bytes for a kernel with these compile-time sizes (BLOCK_T, STAGES, ...)."""
     stages = blocks.get("STAGES", 1)
+    swapped = bool(blocks.get("SWAP"))
     if kernel == "linear_matrix_kernel":
         sizes = (blocks["BLOCK_T"], blocks["BLOCK_O"], blocks["BLOCK_K"])
-        return _matrix(*sizes, stages, element_bytes)
+        return _matrix(*sizes, stages, element_bytes, swapped)
     if kernel == "gate_up_matrix_kernel":
         sizes = (blocks["BLOCK_T"], blocks["BLOCK_I"], blocks["BLOCK_H"])
-        return _matrix(*sizes, stages, element_bytes, tiles=2)
+        return _matrix(*sizes, stages, element_bytes, swapped, tiles=2)
     if kernel in ("down_stationary_kernel", "down_grouped_kernel"):
         sizes = (blocks["BLOCK_T"], blocks["BLOCK_O"], blocks["BLOCK_I"])
-        return _matrix(*sizes, stages, element_bytes)
+        return _matrix(*sizes, stages, element_bytes, swapped)
     if kernel == "norm_route_kernel":
         sizes = (blocks["BLOCK_T"], blocks["BLOCK_E"], blocks["BLOCK_H"])
-        return _matrix(*sizes, stages, element_bytes)
+        return _matrix(*sizes, stages, element_bytes, swapped)
     if kernel == "attention_kernel":
         head = 2 * blocks["BLOCK_HALF"]
         return _attention(blocks["BLOCK_R"], blocks["BLOCK_L"], head, stages, element_bytes)
@@ -68,6 +78,7 @@ def estimated_shared_bytes(
         "BLOCK_E": pow2(num_experts, 16),
         "BLOCK_HALF": pow2(head_size // 2, 16),
         "STAGES": config["stages"],
+        "SWAP": config.get("swap", 0),
     }
     kernels = {
         "norm_linear": "linear_matrix_kernel",

@@ -1,0 +1,20 @@
+"""Kendall's S of long series: as exact as counting every pair, without the pairs."""
+
+import numpy as np
+import pytest
+
+from autotune.patterns import _concordance, drifts
+
+
+@pytest.mark.parametrize("n", [1, 2, 64, 65, 130, 1001])
+def test_rising_minus_falling_pairs_equal_a_count_of_every_pair(n: int) -> None:
+    # few distinct values, so that ties are common
+    values = np.random.default_rng(n).integers(0, 40, n).astype(float)
+    rising = sum(np.sign(values[i + 1 :] - values[i]).sum() for i in range(n))
+    assert _concordance(values) == rising
+
+
+def test_a_drift_in_ten_thousand_repeats_is_seen_and_noise_is_not() -> None:
+    noise = np.random.default_rng(0).normal(100.0, 5.0, 10_000)
+    assert not drifts(noise)
+    assert drifts(noise + np.linspace(0.0, 1.0, 10_000))

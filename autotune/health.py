@@ -32,6 +32,7 @@ GPU_FIELDS = (
     "temperature.gpu",
     "power.draw",
     "power.limit",
+    "utilization.gpu",
     "pcie.link.gen.current",
     "pcie.link.gen.max",
     "pcie.link.width.current",
@@ -74,6 +75,8 @@ class GpuState:
     temperature_c: float | None
     power_w: float | None
     power_limit_w: float | None
+    #: share of the last sample period (1/6 to 1 s) in which a kernel ran
+    utilization_percent: float | None
     pcie_gen: int | None
     pcie_gen_max: int | None
     pcie_width: int | None
@@ -87,6 +90,8 @@ class GpuState:
             clock_mhz=self.sm_clock_mhz,
             temperature_c=self.temperature_c,
             power_w=self.power_w,
+            power_limit_w=self.power_limit_w,
+            utilization_percent=self.utilization_percent,
             throttle_reasons=self.throttle_reasons,
             load_average=os.getloadavg()[0],
         )
@@ -172,11 +177,12 @@ def parse_gpu_query(text: str) -> tuple[GpuState, ...]:
                 temperature_c=numbers[8],
                 power_w=numbers[9],
                 power_limit_w=numbers[10],
-                pcie_gen=_whole(numbers[11]),
-                pcie_gen_max=_whole(numbers[12]),
-                pcie_width=_whole(numbers[13]),
-                pcie_width_max=_whole(numbers[14]),
-                throttle_reasons=decode_reasons(cells[15]),
+                utilization_percent=numbers[11],
+                pcie_gen=_whole(numbers[12]),
+                pcie_gen_max=_whole(numbers[13]),
+                pcie_width=_whole(numbers[14]),
+                pcie_width_max=_whole(numbers[15]),
+                throttle_reasons=decode_reasons(cells[16]),
             )
         )
     return tuple(states)

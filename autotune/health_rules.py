@@ -123,22 +123,38 @@ def _speculation(records: Sequence[Measurement]) -> Iterator[HealthFinding]:
 
 
 def _spinning(records: Sequence[Measurement]) -> Iterator[HealthFinding]:
+    """GPUs that wait for a peer: the rule of most readings, and of a repeat that hung."""
+    busy, low = 0, []
     for record in records:
-        for health in (*record.health_before, *record.health_after):
-            busy, power = health.utilization_percent, health.power_w
-            if busy is None or power is None or not spins(busy, power, health.power_limit_w):
+        for states in (record.health_before, record.health_after):
+            # one GPU has no peer to wait for: it is only short of work
+            if sum(health.power_w is not None for health in states) < 2:
                 continue
-            hung = record.failure is not None and record.failure.kind == "hang"
-            yield HealthFinding(
-                "log-spin",
-                "error",
-                f"{health.device}: {busy:.0f} % busy at {power:.0f} W (repeat {record.order})",
-                "kernels wait for a peer instead of working"
-                + (": the hang is in a peer wait" if hung else ""),
-                "`autotune doctor` for IOMMU/ACS, `autotune probe` for the all-reduce; "
-                "NCCL_P2P_DISABLE=1 separates the causes",
-            )
-            return
+            for health in states:
+                used, power = health.utilization_percent, health.power_w
+                if used is None or power is None or used < SPIN_UTILIZATION_PERCENT:
+                    continue
+                busy += 1
+                if spins(used, power, health.power_limit_w):
+                    low.append((record, health))
+    hung = [(r, h) for r, h in low if r.failure is not None and r.failure.kind == "hang"]
+    if not low or (not hung and len(low) * 2 < busy):
+        return
+    record, health = (hung or low)[0]
+    yield HealthFinding(
+        "log-spin",
+        "error" if hung else "warning",
+        f"{health.device}: {health.utilization_percent:.0f} % busy at {health.power_w:.0f} W "
+        f"(repeat {record.order})",
+        f"{len(low)} of {busy} busy readings draw next to nothing: kernels "
+        + (
+            "wait for a peer instead of working: the hang is in a peer wait"
+            if hung
+            else "wait for a peer, or are too small to fill the GPU"
+        ),
+        "`autotune doctor` for IOMMU/ACS, `autotune probe` for the all-reduce; "
+        "NCCL_P2P_DISABLE=1 separates the causes",
+    )
 
 
 def _throttling(records: Sequence[Measurement]) -> Iterator[HealthFinding]:

@@ -19,6 +19,7 @@ _ROLES = {
     "search": "search",
     "replicate": "measured again",
     "final": "final comparison, in turns",
+    "compare": "compared in turns (autotune compare)",
 }
 
 

@@ -2,20 +2,19 @@
 
 from collections.abc import Iterator
 
+from autotune.health_rules import (
+    SPIN_UTILIZATION_PERCENT,
+    STARTED_LENGTH,
+    not_started,
+    spins,
+    wiring_fault,
+)
 from autotune.lint.findings import Hit, error, info, rule, warning
 from autotune.lint.log_facts import Decode, LogFacts
 from autotune.lint.setup import Setup
 
 #: below this the draft adds nothing that pays for its own pass
 _DEAD_LENGTH = 1.1
-#: a first position that is alive
-_ALIVE = 0.2
-#: conditional acceptance that no working chain shows (published heads: 0.48 to 0.83)
-_FAULT = 0.05
-#: share of the power limit below which a busy GPU does no work
-_IDLE_SHARE = 0.35
-#: draw that is idle for any serving GPU, where the limit is not printed, W
-_IDLE_W = 150.0
 
 
 def _log(setup: Setup) -> LogFacts:
@@ -36,7 +35,7 @@ def _faked(setup: Setup) -> bool:
 def nothing_accepted(setup: Setup) -> Iterator[Hit]:
     """Exactly one token per verify, always: no draft ever got through."""
     lengths = _with_length(setup)
-    if not lengths or _faked(setup) or any((d.accept_length or 0) > 1.005 for d in lengths):
+    if _faked(setup) or not not_started([d.accept_length or 0.0 for d in lengths]):
         return
     yield error(
         f"accept length 1.00 ({lengths[0].evidence})",
@@ -51,7 +50,7 @@ def next_to_nothing_accepted(setup: Setup) -> Iterator[Hit]:
     """Accept length near 1: a wrong or unsupported draft; no step count can help."""
     lengths = _with_length(setup)
     median = _log(setup).accept_length
-    if median is None or _faked(setup) or not 1.005 < median < _DEAD_LENGTH:
+    if median is None or _faked(setup) or not STARTED_LENGTH < median < _DEAD_LENGTH:
         return
     where = f" ({lengths[0].evidence})" if lengths else ""
     yield error(
@@ -70,24 +69,19 @@ def dead_after_first(setup: Setup) -> Iterator[Hit]:
     if _faked(setup):
         return
     for decode in _with_length(setup):
-        positions = decode.positions
-        if len(positions) < 2 or positions[0] < _ALIVE:
+        fault = wiring_fault(decode.positions)
+        if fault is None:
             continue
-        for depth in range(1, len(positions)):
-            before = positions[depth - 1]
-            if before < _ALIVE:
-                break
-            conditional = positions[depth] / before
-            if conditional < _FAULT:
-                yield error(
-                    f"acceptance by position ({decode.evidence})",
-                    f"position {depth - 1} is accepted at {before:.2f}, position {depth} at "
-                    f"{conditional:.2f} of those: a chain falls off gently (0.5 to 0.8 a step), so "
-                    f"draft pass {depth + 1} gets wrong inputs (hidden states, positions or KV)",
-                    "a wiring fault of draft and server, no tuning result: other version or draft "
-                    f"backend; {depth} draft token{'s' if depth > 1 else ''} meanwhile",
-                )
-                return
+        depth, conditional = fault
+        yield error(
+            f"acceptance by position ({decode.evidence})",
+            f"position {depth - 1} is accepted at {decode.positions[depth - 1]:.2f}, position "
+            f"{depth} at {conditional:.2f} of those: a chain falls off gently (0.5 to 0.8 a "
+            f"step), so draft pass {depth + 1} gets wrong inputs (hidden states, positions or KV)",
+            "a wiring fault of draft and server, no tuning result: other version or draft "
+            f"backend; {depth} draft token{'s' if depth > 1 else ''} meanwhile",
+        )
+        return
 
 
 @rule("log-verify-eager", "rtx6kpro kimi-k26 notes, vllm-project/vllm#40608, SafeAILab/EAGLE#298")
@@ -143,10 +137,8 @@ def draft_graphs_missing(setup: Setup) -> Iterator[Hit]:
 @rule("log-spin", "local-inference-lab/rtx6kpro#21, #25; vllm-project/vllm#33041")
 def busy_without_work(setup: Setup) -> Iterator[Hit]:
     """Full utilisation at idle power: a kernel spins in a peer wait."""
-    busy = [p for p in _log(setup).power if p.utilisation >= 95.0]
-    low = [
-        p for p in busy if p.draw_w < (_IDLE_W if p.limit_w is None else _IDLE_SHARE * p.limit_w)
-    ]
+    busy = [p for p in _log(setup).power if p.utilisation >= SPIN_UTILIZATION_PERCENT]
+    low = [p for p in busy if spins(p.utilisation, p.draw_w, p.limit_w)]
     if not busy or len(low) * 2 < len(busy):
         return
     first = low[0]

@@ -105,6 +105,12 @@ def test_a_note_holds_speed_accept_length_output_and_knobs(study: StudyEvidence)
     assert f"| `speculation.steps` | \u2003{trial.trial.knobs.steps} |" in trial_note(trial, study)
 
 
+def test_a_trial_of_autotune_compare_says_so(study: StudyEvidence) -> None:
+    trial = speculative(study)
+    compared = dataclasses.replace(trial, trial=dataclasses.replace(trial.trial, role="compare"))
+    assert "compared in turns (autotune compare) · complete" in trial_note(compared, study)
+
+
 def test_a_failed_trial_shows_why_and_the_end_of_its_log(study: StudyEvidence) -> None:
     failure = Failure(
         kind="oom",

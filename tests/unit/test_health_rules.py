@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from autotune.health import parse_gpu_query
 from autotune.health_rules import not_started, spins, watch_repeats, wiring_fault
 from autotune.records import Acceptance, Failure, Health, Measurement
 
@@ -95,12 +96,52 @@ def test_a_clock_that_sinks_while_it_gets_warmer_is_reported() -> None:
 def test_throttling_and_a_spinning_hang_are_errors() -> None:
     hot = Health(device="gpu1", throttle_reasons=("hw_thermal_slowdown", "gpu_idle"))
     busy = Health(device="gpu0", power_w=110, power_limit_w=600, utilization_percent=100)
+    peer = Health(device="gpu1", power_w=95, power_limit_w=600, utilization_percent=0)
     hang = Failure(kind="hang", stage="measure", message="no answer")
     records = [
         repeat(0, health_before=(hot,)),
-        repeat(1, health_after=(busy,), failure=hang, tokens_per_s=None),
+        repeat(1, health_after=(busy, peer), failure=hang, tokens_per_s=None),
     ]
     found = {finding.id: finding for finding in watch_repeats(records)}
     assert set(found) == {"run-throttled", "log-spin"}
     assert "seen around 1 of 2 repeats" in found["run-throttled"].reason
     assert "the hang is in a peer wait" in found["log-spin"].reason
+
+
+# `nvidia-smi --query-gpu` in the order of GPU_FIELDS; draw and limit of local-inference-lab/
+# rtx6kpro#21, where two GPUs wait for each other
+_SPINNING = """\
+0, NVIDIA RTX PRO 6000 Blackwell, GPU-a, 580.82.07, 97887, 2617, 3090, 14001, 41, 92.00, 600.00, \
+100, 5, 5, 16, 16, 0x0000000000000000
+1, NVIDIA RTX PRO 6000 Blackwell, GPU-b, 580.82.07, 97887, 2617, 3090, 14001, 40, 85.00, 600.00, \
+100, 5, 5, 16, 16, 0x0000000000000000
+"""
+
+
+def _spin_findings(text: str, num_repeats: int = 2) -> list[tuple[str, str]]:
+    states = tuple(state.health() for state in parse_gpu_query(text))
+    records = [repeat(order, health_after=states) for order in range(num_repeats)]
+    return [(finding.severity, finding.subject) for finding in watch_repeats(records)]
+
+
+def test_what_nvidia_smi_prints_of_two_spinning_gpus_reaches_the_rule() -> None:
+    assert _spin_findings(_SPINNING) == [("warning", "gpu0: 100 % busy at 92 W (repeat 0)")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(_SPINNING.splitlines()[0], id="one-gpu-has-no-peer"),
+        pytest.param(_SPINNING.replace("92.00", "402.10").replace("85.00", "388"), id="working"),
+        pytest.param(_SPINNING.replace(" 100, 5", " 0, 5"), id="unused"),
+    ],
+)
+def test_gpus_that_work_or_have_no_peer_do_not_spin(text: str) -> None:
+    assert not _spin_findings(text)
+
+
+def test_a_few_low_readings_among_working_ones_accuse_nobody() -> None:
+    low = tuple(state.health() for state in parse_gpu_query(_SPINNING))
+    high = tuple(health.model_copy(update={"power_w": 400.0}) for health in low)
+    records = [repeat(i, health_after=high if i else low) for i in range(4)]
+    assert not list(watch_repeats(records))

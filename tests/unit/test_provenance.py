@@ -21,12 +21,12 @@ from autotune.records import Provenance, RankEnvironment
 
 # the layout is the one of `nvidia-smi --query-gpu=... --format=csv,noheader,nounits`
 HEALTHY = (
-    "0, NVIDIA H200, GPU-aa, 580.82.07, 143771, 1980, 1980, 3201, 31, 118.40, 700.00, 5, 5, 16, 16,"
-    " 0x0000000000000000\n"
+    "0, NVIDIA H200, GPU-aa, 580.82.07, 143771, 1980, 1980, 3201, 31, 118.40, 700.00, 34, 5, 5, "
+    "16, 16, 0x0000000000000000\n"
 )
 SICK = (
     "3, NVIDIA RTX PRO 6000 Blackwell Workstation Edition, GPU-bb, 575.57.08, 97887, 1207, 3090, "
-    "14001, [N/A], [Not Supported], 600.00, 4, 5, 8, 16, 0x0000000000000044\n"
+    "14001, [N/A], [Not Supported], 600.00, [N/A], 4, 5, 8, 16, 0x0000000000000044\n"
 )
 
 
@@ -50,6 +50,8 @@ def no_commands(command: Sequence[str]) -> str | None:
 def test_a_gpu_line_gives_every_value_with_its_unit() -> None:
     (gpu,) = parse_gpu_query(HEALTHY)
     assert (gpu.sm_clock_mhz, gpu.temperature_c, gpu.power_w) == (1980.0, 31.0, 118.4)
+    assert (gpu.power_limit_w, gpu.utilization_percent) == (700.0, 34.0)
+    assert (gpu.health().power_limit_w, gpu.health().utilization_percent) == (700.0, 34.0)
     assert (gpu.pcie_gen, gpu.pcie_gen_max, gpu.pcie_width, gpu.pcie_width_max) == (5, 5, 16, 16)
     assert gpu.throttle_reasons == ()
 
@@ -58,12 +60,13 @@ def test_values_that_the_driver_withholds_are_none_and_reasons_are_named() -> No
     (gpu,) = parse_gpu_query(SICK)
     assert gpu.temperature_c is None
     assert gpu.power_w is None
+    assert gpu.utilization_percent is None
     assert gpu.throttle_reasons == ("sw_power_cap", "hw_thermal_slowdown")
     assert gpu.health().device == "gpu3"
 
 
 def test_a_line_with_other_fields_is_refused_with_the_line() -> None:
-    with pytest.raises(ValueError, match=r"has 3 fields, 16 asked: '0, H200, x'"):
+    with pytest.raises(ValueError, match=r"has 3 fields, 17 asked: '0, H200, x'"):
         parse_gpu_query("0, H200, x\n")
 
 

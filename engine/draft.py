@@ -52,6 +52,9 @@ class DraftModel:
         ``prefix_b`` and the T tokens are the last of them; the others are in the cache already.
         """
         num_tokens = token_BT.shape[1]
+        # kernels read rows one after the other; of one sequence, an expanded level reshapes to a
+        # view whose rows are all the same memory
+        hidden_NH, position_BT = hidden_NH.contiguous(), position_BT.contiguous()
         if self.fused and num_tokens <= FUSED_TOKENS and token_BT.numel() <= FUSED_ROWS:
             return self._forward_few(
                 token_BT, hidden_NH, position_BT, slot_B, prefix_B, tree_mask_BMM

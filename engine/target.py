@@ -100,7 +100,7 @@ class TargetModel:
         """Run all layers; ``phase`` ("decode" or "verify") names the laps."""
         shape, ops, weights = self.shape, self.ops, self.weights
         attention, moe, allreduce = f"{phase}.attention", f"{phase}.moe", f"{phase}.allreduce"
-        position_N = batch.position_BT.reshape(-1)
+        position_N = batch.position_BT.contiguous().view(-1)
         residual = F.embedding(batch.token_BT.reshape(-1), weights.embed_VH)
         captured = [residual] if 0 in self.capture_points else []
         x = residual
@@ -143,7 +143,7 @@ class TargetModel:
             return out.x_NH + out.residual_NH, out.captured_NF
         shape, ops, weights = self.shape, self.ops, self.weights
         attention, moe, allreduce = f"{phase}.attention", f"{phase}.moe", f"{phase}.allreduce"
-        position_N = batch.position_BT.reshape(-1)
+        position_N = batch.position_BT.contiguous().view(-1)
         hidden_NH = F.embedding(batch.token_BT.reshape(-1), weights.embed_VH)
         leads = self.group.rank == 0
         captured = []

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +200,45 @@ def test_phases_split_a_segment_by_its_laps_and_sum_to_the_cycle() -> None:
     assert phases["draft"] == pytest.approx(2.0)
     # without laps nothing is invented
     assert _phases({"decode": 2.0}, {}, 2.0) == {"decode.other": 2.0}
+
+
+def _strict(name: str, op: Any, seen: set[str]) -> Any:
+    """``op`` as a kernel sees its arguments: indices, masks and rows lie one after the other."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for place, value in enumerate(args):
+            if isinstance(value, torch.Tensor) and value.ndim <= 2 and value.numel() > 1:
+                assert value.stride(-1) == 1, f"{name} argument {place}: stride {value.stride()}"
+                if not value.is_floating_point():
+                    assert value.is_contiguous(), f"{name} argument {place}: {value.stride()}"
+                elif value.ndim == 2 and value.shape[0] > 1:
+                    assert value.stride(0) >= value.shape[1], f"{name} argument {place}: overlaps"
+        seen.add(name)
+        return op(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["stepwise", "resident"])
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_ops_get_tensors_that_kernels_can_walk(
+    local: Callable[..., Any], small_pair: Path, on_device: bool, concurrency: int
+) -> None:
+    """Kernels take a pointer and count up: an expanded view would be read past its end."""
+    engine = local(
+        small_pair / "target",
+        small_pair / "eagle3",
+        on_device=on_device,
+        max_context=128,
+        max_concurrency=3,
+    )
+    seen: set[str] = set()
+    plain = engine.executor.model.ops
+    names = [f.name for f in fields(plain) if f.name != "name"]
+    strict = replace(plain, **{n: _strict(n, getattr(plain, n), seen) for n in names})
+    engine.executor.model.ops = engine.executor.model.dense.ops = strict
+    engine.draft.ops = engine.draft.dense.ops = strict
+    for speculation in (OFF, CHAIN, TREE):
+        engine.runner.run(_requests(12, 3), speculation, concurrency=concurrency)
+    assert {"kv_compact", "tree_mask", "verify_greedy"} <= seen
+    assert ("qkv_attention" if on_device else "qk_norm_rope") in seen

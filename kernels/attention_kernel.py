@@ -327,6 +327,11 @@ def launch_attention(
         f"{op}: the cache is {k_cache_SCGD.dtype}, q is {q_PX.dtype}; they must be the same",
     )
     num_sequences = slot_B.shape[0]
+    require(
+        prefix_B.shape == slot_B.shape,
+        f"{op}: {slot_B.shape[0]} slots but {prefix_B.shape[0]} prefixes",
+    )
+    slot_B, prefix_B = slot_B.contiguous(), prefix_B.contiguous()
     device = q_PX.device
     rows = num_tokens * (num_heads // num_kv_heads)
     groups = num_sequences * num_kv_heads

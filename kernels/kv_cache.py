@@ -119,7 +119,8 @@ def store_kv(
     pdl = pdl_for(k_BTGD.device)
     launch(
         store_kv_kernel, (num_sequences * num_tokens, cdiv(width, block)),
-        k_BTGD, v_BTGD, k_cache_SCGD, v_cache_SCGD, slot_B, start_B, num_tokens, width,
+        k_BTGD, v_BTGD, k_cache_SCGD, v_cache_SCGD, slot_B.contiguous(), start_B.contiguous(),
+        num_tokens, width,
         k_BTGD.stride(1), v_BTGD.stride(1), *k_cache_SCGD.stride()[:2], *v_cache_SCGD.stride()[:2],
         BLOCK=block, PDL=pdl, launch_pdl=pdl, num_warps=2,
     )  # fmt: skip
@@ -144,6 +145,7 @@ def kv_compact(
     pdl = pdl_for(cache_XSCGD.device)
     launch(
         kv_compact_kernel, (cdiv(width, block), num_caches, slot_B.shape[0]),
-        cache_XSCGD, slot_B, start_B, src_BA, count_B, src_BA.shape[1], width,
+        cache_XSCGD, slot_B.contiguous(), start_B.contiguous(), src_BA, count_B.contiguous(),
+        src_BA.shape[1], width,
         *cache_XSCGD.stride()[:3], BLOCK=block, PDL=pdl, launch_pdl=pdl, num_warps=2,
     )  # fmt: skip

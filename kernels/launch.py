@@ -75,7 +75,17 @@ def pdl_for(device: torch.device) -> bool:
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, **meta: Any) -> None:
-    """Run ``kernel`` on ``grid``, or record it."""
+    """Run ``kernel`` on ``grid``, or record it.
+
+    Kernels read vectors element after element, so a vector with gaps (or one element repeated, as
+    ``expand`` makes) would be read past its end: ``ValueError``.
+    """
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and arg.dim() == 1 and not arg.is_contiguous():
+            raise ValueError(
+                f"{kernel.__name__}: a vector of {arg.shape[0]} elements has stride "
+                f"{arg.stride(0)}; make it contiguous"
+            )
     if _state.recorder is not None:
         _state.recorder.append(Launch(kernel, tuple(grid), args, meta))
         return

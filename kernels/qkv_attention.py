@@ -102,6 +102,10 @@ def qkv_attention(
         cos_LD.is_contiguous() and sin_LD.is_contiguous() and qkv_PX.stride(1) == 1,
         "qkv_attention: the rotation tables and the rows of qkv must be contiguous",
     )
+    require(
+        position_P.shape == (num_rows,),
+        f"qkv_attention: {list(position_P.shape)} positions for {num_rows} rows",
+    )
     out_PY = qkv_PX.new_empty(num_rows, num_heads * head_size)
     check_attention(
         out_PY.view(num_sequences, num_tokens, num_heads, head_size), k_cache_SCGD, mask_BTJ
@@ -110,7 +114,7 @@ def qkv_attention(
         "qkv_attention", qkv_PX, k_cache_SCGD, v_cache_SCGD, slot_B, prefix_B, mask_BTJ, scale,
         num_tokens=num_tokens, num_heads=num_heads, out=out_PY,
         new=NewTokens(
-            q_gain=q_weight_D, k_gain=k_weight_D, eps=eps, positions=position_P,
+            q_gain=q_weight_D, k_gain=k_weight_D, eps=eps, positions=position_P.contiguous(),
             cos=cos_LD, sin=sin_LD,
         ),
     )  # fmt: skip

@@ -102,6 +102,12 @@ def qk_norm_rope(
         and sin_PD.is_contiguous(),
         "qk_norm_rope: heads and tables must be contiguous",
     )
+    require(
+        position_T.shape == (num_tokens,),
+        f"qk_norm_rope: {list(position_T.shape)} positions for {num_tokens} tokens",
+    )
+    # one position for all tokens may come expanded
+    position_T = position_T.contiguous()
     q_out = q_TND.new_empty(q_TND.shape)
     k_out = k_TGD.new_empty(k_TGD.shape)
     pdl = pdl_for(q_TND.device)

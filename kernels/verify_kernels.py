@@ -254,6 +254,7 @@ def sample(
     """As ``sampling.sample_ref``, sums in fp32."""
     num_rows, vocabulary = logits_TV.shape
     require(logits_TV.stride(1) == 1, "sample: rows must be contiguous")
+    uniform_T = uniform_T.contiguous()
     per_row = isinstance(temperature, torch.Tensor)
     device = logits_TV.device
     temperature_T = temperature if isinstance(temperature, torch.Tensor) else uniform_T

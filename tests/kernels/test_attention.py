@@ -54,6 +54,38 @@ def test_tree_attention_equals_reference(
     assert_same("tree_attention", q, k, v, slot, where, mask, head_size**-0.5)
 
 
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_one_position_for_all_tokens_may_come_expanded(
+    device: torch.device, sequences: int
+) -> None:
+    """Nodes of one level of a tree share a position; such a vector has stride 0."""
+    dtype, size, tokens = torch.float32, 16, 4
+    k, v = caches(device, dtype, 2, size)
+    angle = torch.rand(ROWS, size // 2, device=device).repeat(1, 2)
+    prefix = torch.tensor([7, 30][:sequences], device=device)
+    position = prefix[:, None].expand(-1, tokens).reshape(-1)
+    assert (position.stride(0) == 0) == (sequences == 1)
+    norm = randn(device, dtype, size)
+    slot = torch.arange(8, device=device)[0::2][:sequences]
+    mask = torch.eye(tokens, dtype=torch.bool, device=device).expand(sequences, -1, -1)
+    qkv = randn(device, dtype, sequences * tokens, 8 * size)
+    assert_same(
+        "qkv_attention", qkv, norm, norm, 1e-6, position, angle.cos(), angle.sin(), k, v, slot,
+        prefix, mask, 0.25,
+    )  # fmt: skip
+    q, key = qkv.view(-1, 8, size)[:, :4], qkv.view(-1, 8, size)[:, 4:6]
+    got = TRITON.qk_norm_rope(q, key, norm, norm, 1e-6, position, angle.cos(), angle.sin())
+    wanted = REFERENCE.qk_norm_rope(q, key, norm, norm, 1e-6, position, angle.cos(), angle.sin())
+    for a, b in zip(got, wanted, strict=True):
+        assert_close(a, b)
+
+
+def test_a_vector_with_gaps_never_reaches_a_kernel() -> None:
+    x = torch.zeros(2, 8)
+    with pytest.raises(ValueError, match="a vector of 8 elements has stride 2; make it contiguous"):
+        TRITON.rms_norm(x, torch.ones(16)[::2], 1e-6)
+
+
 def plain_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: list[int], scale: float
 ) -> torch.Tensor:

@@ -95,13 +95,22 @@ def renewed(block: Block, lines: Sequence[str]) -> list[str]:
     tokens, start = _tokens(lines), 0
     shown = "\n".join(block.shown)
     for part in block.parts:
-        place = _find(part, tokens, start, any_number=True)
+        place = _find(part, tokens, start) or _find(part, tokens, start, any_number=True)
         if place is None:
             raise ValueError(f"$ {block.command}\n  rewrite by hand: {part[0].strip()[:90]} …")
         first, start = place
         new = lines[tokens[first][1] : tokens[start - 1][1] + 1]
-        shown = shown.replace("\n".join(part), "\n".join(line.rstrip() for line in new), 1)
+        shown = shown.replace("\n".join(part), "\n".join(_laid_out(part, new)), 1)
     return shown.split("\n")
+
+
+def _laid_out(part: Sequence[str], new: Sequence[str]) -> list[str]:
+    """``new`` with the empty lines and rules of ``part``, unless lines break elsewhere now."""
+    kept = [line.rstrip() for line in new if _tokens([line])]
+    if len(kept) != sum(1 for line in part if _tokens([line])):
+        return [line.rstrip() for line in new]
+    following = iter(kept)
+    return [next(following) if _tokens([line]) else line for line in part]
 
 
 def near(shown: str, real: str) -> bool:

@@ -173,6 +173,12 @@ def test_a_block_is_compared_by_words_and_figures(lines: list[str], holds: bool)
     assert (differences(BLOCK, lines) == []) is holds
 
 
+def test_renewing_prefers_the_line_that_still_holds() -> None:
+    block = Block("autotune x", ("…", "MIN=16: helps by 0.74", "…"))
+    new = renewed(block, ["MIN=32: helps by 0.71", "MIN=16: helps by 0.75"])
+    assert new == ["…", "MIN=16: helps by 0.75", "…"]
+
+
 def test_renewing_takes_new_figures_and_refuses_new_words() -> None:
     new = renewed(BLOCK, ["A=1: INERT", "b", "  took 9.50 ms", "  of 10"])
     assert new == ["A=1: INERT", "…", "  took 9.50 ms", "  of 10"]

@@ -11,27 +11,13 @@ from autotune.explain.importance import Importance
 from autotune.explain.levers import Headroom, Lever
 from autotune.explain.subject import open_study, trial_subject
 from autotune.health_rules import HealthFinding, watch_repeats
-from autotune.launch import nccl_environment
 from autotune.outcome import LevelOutcome, Outcome, conclude
 from autotune.records import Failure, Provenance
+from autotune.reporting.settings import Setting, judged_settings
 from autotune.schemas import Study
 from autotune.store.store import Store
 from autotune.store.views import NoiseFloor, StudyView
 from autotune.study_file import parse_study
-from model.spec import Knobs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One setting that the best knobs ask for, and whether it took effect."""
-
-    name: str
-    asked: str
-    #: value in the workers, or why it is not known
-    found: str
-    #: effective, inert, not effective or unknown
-    verdict: str
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +117,9 @@ def gather(store: Store, view: StudyView) -> Report:
         evidence=evidence,
         levels=levels,
         noise_floors=store.noise_floors(view.id),
-        settings=_settings(levels, provenance),
+        settings=judged_settings(
+            [(level.outcome.knobs, _inert(level.evidence)) for level in levels], provenance
+        ),
         failures=tuple(
             FailedTrial(
                 number=trial.trial.number,
@@ -175,45 +163,8 @@ def _level_evidence(trials: Sequence[TrialEvidence], level: LevelOutcome) -> Lev
     return None
 
 
-def _settings(levels: Sequence[LevelReport], provenance: Provenance | None) -> tuple[Setting, ...]:
-    """NCCL settings of the winners: asked for, found in the workers, and whether they matter."""
-    found: dict[str, Setting] = {}
-    for level in levels:
-        inert = {}
-        if level.evidence is not None and level.evidence.predicted is not None:
-            inert = {item.knob: item.reason for item in level.evidence.predicted.inert}
-        for name, asked in nccl_environment(level.outcome.knobs).items():
-            if name not in found:
-                found[name] = _setting(name, asked, level.outcome.knobs, inert, provenance)
-    return tuple(found.values())
-
-
-def _setting(
-    name: str,
-    asked: str,
-    knobs: Knobs,
-    inert: Mapping[str, str],
-    provenance: Provenance | None,
-) -> Setting:
-    ranks = () if provenance is None else provenance.ranks
-    if not ranks:
-        why = "not read" if provenance is None else provenance.unknown.get("ranks", "not read")
-        found, verdict, reason = why, "unknown", "no worker's environment was read"
-    else:
-        values = {rank.environment.get(name) for rank in ranks}
-        found = ", ".join(sorted(str(value) for value in values))
-        if values == {asked}:
-            verdict, reason = "effective", f"read in all {len(ranks)} workers"
-        else:
-            verdict, reason = "not effective", f"asked for {asked}"
-    knob = _knob_of(name, knobs)
-    if knob in inert and verdict != "not effective":
-        verdict, reason = "inert", inert[knob]
-    return Setting(name=name, asked=asked, found=found, verdict=verdict, reason=reason)
-
-
-def _knob_of(variable: str, knobs: Knobs) -> str:
-    """The knob behind an NCCL variable: ``NCCL_MIN_NCHANNELS`` is ``nccl.min_channels``."""
-    bare = variable.removeprefix("NCCL_").lower().replace("nchannels", "channels")
-    name = f"nccl.{bare}"
-    return name if name in knobs.values() else variable
+def _inert(evidence: LevelEvidence | None) -> dict[str, str]:
+    """Knob -> why the model says that it cannot matter."""
+    if evidence is None or evidence.predicted is None:
+        return {}
+    return {item.knob: item.reason for item in evidence.predicted.inert}

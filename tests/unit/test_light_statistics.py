@@ -42,3 +42,18 @@ def test_ranks_agree_with_scipy_with_ties(distinct: int) -> None:
 def test_values_without_an_order_are_refused() -> None:
     with pytest.raises(ValueError, match="finite"):
         rankdata([1.0, float("nan")])
+
+
+@pytest.mark.parametrize("share", [0.05, 0.4, 0.9])
+def test_few_mixtures_one_by_one_equal_many_from_the_table(share: float) -> None:
+    from model.intervals import mixture_quantiles
+
+    rng = np.random.default_rng(3)
+    fast, sd_fast, sd_slow = rng.normal(0, 1, 200), rng.uniform(0.01, 0.3, 200), 0.1
+    slow = fast + rng.uniform(0.0, 2.0, 200)
+    many = mixture_quantiles(fast, sd_fast, slow, sd_slow, share)
+    few = [
+        mixture_quantiles(fast[i : i + 8], sd_fast[i : i + 8], slow[i : i + 8], sd_slow, share)
+        for i in range(0, 200, 8)
+    ]
+    np.testing.assert_allclose(np.concatenate(few, axis=1), many, rtol=1e-9)

@@ -30,6 +30,14 @@ TINY = Path(__file__).resolve().parent.parent / "studies" / "models"
 OFF = SpeculationConfig()
 K3 = SpeculationConfig(method="eagle3", steps=3, topk=1, synthetic_acceptance=(1.0, 1.0, 0.0))
 
+TINY_KINDS = {
+    "off": OFF,
+    "chain 3": SpeculationConfig(method="eagle3", steps=3, topk=1),
+    "chain 5": SpeculationConfig(method="eagle3", steps=5, topk=1),
+    "tree 3x2/8": SpeculationConfig(method="eagle3", steps=3, topk=2, draft_tokens=8),
+    "tree 3x4/16": SpeculationConfig(method="eagle3", steps=3, topk=4, draft_tokens=16),
+}
+
 Emit = Callable[..., None]
 
 
@@ -128,30 +136,36 @@ def plain_rows(
 
 def stage_warm(emit: Emit) -> None:
     """Compile kernels for all sizes at once, in parallel, into Triton's cache."""
-    code = (
-        "import sys; sys.path.insert(0, {root!r})\n"
+    root = Path(__file__).resolve().parent.parent
+    head = (
+        f"import sys; sys.path.insert(0, {str(root)!r})\n"
         "import bench.engine_stages as s\n"
         "from engine.api import Engine\n"
+    )
+    slices = (
         "with Engine(s.config(4, 64, draft={{'weights': 'random'}})) as e:\n"
         "    e.generate(s.requests({batch}, 6, 1), s.{spec}, concurrency={batch})\n"
-        "print('ok')\n"
     )
-    root = Path(__file__).resolve().parent.parent
-    jobs = [(1, "OFF"), (4, "OFF"), (16, "OFF"), (64, "OFF"), (1, "K3")]
-    processes = []
-    for batch, spec in jobs:
-        text = code.format(root=str(root), batch=batch, spec=spec)
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", text],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+    tiny = (
+        "asks = s.tiny_requests(16, 128, 40)\n"
+        "with Engine(s.tiny_config()) as e:\n"
+        "    for n in (1, 4, 16): e.generate(asks[:n], s.TINY_KINDS[{kind!r}], concurrency=n)\n"
+    )
+    sizes = [(1, "OFF"), (4, "OFF"), (16, "OFF"), (64, "OFF"), (1, "K3"), (4, "K3")]
+    jobs = {f"{batch} {spec}": slices.format(batch=batch, spec=spec) for batch, spec in sizes}
+    jobs |= {f"tiny {kind}": tiny.format(kind=kind) for kind in TINY_KINDS}
+    processes = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", head + text],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-    for (batch, spec), process in zip(jobs, processes, strict=True):
+        for name, text in jobs.items()
+    }
+    for name, process in processes.items():
         output = process.communicate()[0]
-        emit(row="warm", name=f"warm {batch} {spec}", rc=process.returncode, tail=output[-1500:])
+        emit(row="warm", name=f"warm {name}", rc=process.returncode, tail=output[-1500:])
 
 
 def stage_q8(emit: Emit) -> None:
@@ -243,14 +257,7 @@ def tiny_rows(emit: Emit, name: str, changes: dict[str, Any]) -> None:
 
     A kind that kills the workers is left out of the rest, and said.
     """
-    kinds = {
-        "off": OFF,
-        "chain 3": SpeculationConfig(method="eagle3", steps=3, topk=1),
-        "tree 3x4/16": SpeculationConfig(method="eagle3", steps=3, topk=4, draft_tokens=16),
-        "tree 3x2/8": SpeculationConfig(method="eagle3", steps=3, topk=2, draft_tokens=8),
-        "chain 7": SpeculationConfig(method="eagle3", steps=7, topk=1),
-        "chain 5": SpeculationConfig(method="eagle3", steps=5, topk=1),
-    }
+    kinds = dict(TINY_KINDS)
     asks = tiny_requests(32, 128, 192)
     engine = Engine(tiny_config(**changes))
     try:

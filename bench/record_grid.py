@@ -38,6 +38,8 @@ from engine.errors import EngineError  # noqa: E402
 from engine.host import machine_fingerprint  # noqa: E402
 from model.spec import Knobs, Workload  # noqa: E402
 
+#: starts of one group, and seconds that are too few for another repeat
+_MAX_STARTS, _LEAST_S = 3, 3.0
 INPUT_LEN, OUTPUT_LEN, LEVELS = 64, 65, (1, 8)
 #: "cpu" tries the script out
 DEVICE = os.environ.get("RECORD_DEVICE", "cuda")
@@ -156,17 +158,27 @@ class Recorder:
         )
 
     def run_group(self, group: Group, rng: random.Random) -> None:
-        """One start: every speculation at every level, in a random order."""
-        with Engine(engine_config(group, self.tp, self.host_memory)) as engine:
-            todo = speculations()
-            rng.shuffle(todo)
-            # plain decoding first: outputs are compared with it
-            todo.sort(key=lambda s: s.method != "off")
-            for speculation in todo:
-                for level in LEVELS:
-                    if self.left_s < 3:
-                        return
-                    self.take(engine, group, speculation, level)
+        """One start: every speculation at every level, in a random order.
+
+        A speculation that ends the workers is recorded as failed and left out; new workers go on.
+        """
+        todo = speculations()
+        rng.shuffle(todo)
+        # plain decoding first: outputs are compared with it
+        todo.sort(key=lambda s: s.method != "off")
+        starts = 0
+        while todo and starts < _MAX_STARTS and self.left_s > _LEAST_S:
+            starts += 1
+            speculation = OFF
+            try:
+                with Engine(engine_config(group, self.tp, self.host_memory)) as engine:
+                    while todo and self.left_s > _LEAST_S:
+                        speculation = todo.pop(0)
+                        for level in LEVELS:
+                            self.take(engine, group, speculation, level)
+            except EngineError as error:
+                self.failed(group, speculation, error)
+                print(f"{group.name}, {speculation}: {error.kind}: {error.message[:300]}")
 
     def take(
         self, engine: Engine, group: Group, speculation: SpeculationConfig, level: int
@@ -204,12 +216,15 @@ class Recorder:
         self.order += 1
         self.write(_line(Recorded(knobs, self.workload(level), measurement)))
 
-    def failed(self, group: Group, error: EngineError) -> None:
-        """A group that did not run is in the file as well."""
-        knobs = knobs_of(group, OFF, self.tp)
+    def failed(self, group: Group, speculation: SpeculationConfig, error: EngineError) -> None:
+        """What did not run is in the file as well."""
+        knobs = knobs_of(group, speculation, self.tp)
         now = datetime.now(UTC)
         failure = Failure(
-            kind=error.kind, stage="start", message=error.message, log_tail=error.log_tail[-2000:]
+            kind=error.kind,
+            stage=error.stage,
+            message=error.message,
+            log_tail=error.log_tail[-2000:],
         )
         measurement = Measurement(
             trial=-1,
@@ -293,11 +308,7 @@ def main(argv: list[str] | None = None) -> int:
             if recorder.left_s < 15:
                 break
             began_s = time.monotonic()
-            try:
-                recorder.run_group(group, rng)
-            except EngineError as error:
-                recorder.failed(group, error)
-                print(f"{group.name}: {error.kind}: {error.message}", flush=True)
+            recorder.run_group(group, rng)
             print(
                 f"{group.name}: {time.monotonic() - began_s:.0f} s, {recorder.order} repeats",
                 flush=True,

@@ -191,6 +191,12 @@ def target_shape(study: Study) -> ModelShape:
         config = json.loads((folder / "config.json").read_text())
         # families that nest the language model keep its depth there
         holder = config.get("text_config", config)
+        depth = holder.get("num_hidden_layers")
+        if isinstance(depth, int) and study.target.layers > depth:
+            raise UserError(
+                f"layers {study.target.layers} is more than the {depth} that {folder.name} has; "
+                f"lower it, or leave it out for all"
+            )
         holder["num_hidden_layers"] = study.target.layers
         return ModelShape.from_hf_config(
             config, name=f"{folder.name}, {study.target.layers} layers"

@@ -76,6 +76,11 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["mine.jsonl", "not a file", "builtin:code"],
             id="missing-prompt-file",
         ),
+        pytest.param(
+            {"target": {"shape": "qwen3-30b-a3b", "weights": "random", "layers": 4000}},
+            ["target: layers 4000", "the 48 that qwen3-30b-a3b has", "leave it out"],
+            id="more-layers-than-the-model-has",
+        ),
         pytest.param({"seed": -5}, ["seed: -5", ">= 0"], id="negative-seed"),
         pytest.param({"seed": 2**40}, [f"seed: {2**40}", "<= 2147483647"], id="huge-seed"),
         pytest.param(

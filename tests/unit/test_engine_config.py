@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.config import LaunchConfig, load_config, parse_config
+from engine.config import LaunchConfig, SpeculationConfig, load_config, parse_config
 from engine.errors import EngineError
 from engine.host import machine_fingerprint
 from engine.shapes import default_capture_points, named_target_shape
@@ -190,3 +190,66 @@ def test_simulated_measurements_are_refused_as_such() -> None:
     with pytest.raises(EngineError, match=r"sim:0123456789ab.*simulated measurements"):
         parse_config(document)
     assert parse_config(document, allow_other_machine=True).target.path == "x"
+
+
+@pytest.mark.parametrize(
+    ("rates", "steps"),
+    [
+        pytest.param([0.8, 0.9, 0.1], 3, id="rising"),
+        pytest.param([0.8, 0.6], 3, id="too-few"),
+        pytest.param([1.2, 0.6, 0.1], 3, id="above-one"),
+    ],
+)
+def test_impossible_synthetic_acceptance_is_named(rates: list[float], steps: int) -> None:
+    with pytest.raises(ValueError, match=r"synthetic_acceptance \[.*\] must be 3 rates"):
+        SpeculationConfig(method="eagle3", steps=steps, topk=1, synthetic_acceptance=tuple(rates))
+
+
+def test_synthetic_acceptance_travels_as_json() -> None:
+    spec = SpeculationConfig(method="eagle3", steps=2, topk=1, synthetic_acceptance=(0.5, 0.25))
+    assert SpeculationConfig.model_validate_json(spec.model_dump_json()) == spec
+    with pytest.raises(ValueError, match="goes with speculation"):
+        SpeculationConfig(synthetic_acceptance=(0.5,))
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        pytest.param({"path": "x", "shape": "y"}, "shape and vocab go with", id="path-and-shape"),
+        pytest.param(
+            {"weights": "random", "shape": "y", "vocab": 9}, "give either shape", id="both-sizes"
+        ),
+    ],
+)
+def test_a_draft_names_its_sizes_once(draft: dict[str, object], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        parse_config({"target": {"path": "t"}, "draft": draft})
+
+
+def test_a_random_head_takes_a_named_shape(tmp_path: Path) -> None:
+    from engine.build import resolve
+
+    target = {"shape": "qwen3-30b-a3b", "weights": "random", "layers": 4}
+    config = parse_config({"target": target, "draft": {"weights": "random"}})
+    shape = resolve(config).draft
+    assert shape is not None
+    assert (shape.hidden, shape.intermediate, shape.draft_vocab) == (2048, 6144, 32_000)
+    missing = {"weights": "random", "shape": str(tmp_path / "none")}
+    with pytest.raises(EngineError, match=r"draft.shape .* neither a config.json"):
+        resolve(parse_config({"target": target, "draft": missing}))
+
+
+def test_a_slice_with_random_weights_is_called_one() -> None:
+    from engine.api import Engine
+    from engine.build import resolve
+
+    config = parse_config(
+        {
+            "target": {"shape": "mixtral-8x7b", "weights": "random", "layers": 2},
+            "draft": {"weights": "random"},
+        }
+    )
+    engine = Engine.__new__(Engine)
+    engine.config, engine.shapes = config, resolve(config)
+    assert engine.notes[0] == "a slice: 2 of 32 layers"
+    assert len(engine.notes) == 3

@@ -111,7 +111,7 @@ class Scene:
     def _ratios(
         self, settings: NcclSettings, other: NcclSettings, sizes: Sequence[int]
     ) -> dict[int, tuple[float, float, tuple[float, float, float]]]:
-        """Size -> time with, time without (at the prior's constants, us), quantiles of the ratio."""
+        """Size -> time with, time without (prior constants, us), quantiles of the ratio."""
         if self.machine is None or not sizes:
             return {}
         import numpy as np

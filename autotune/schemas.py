@@ -99,6 +99,7 @@ class WorkloadSpec(Schema):
     concurrency: Annotated[tuple[Level, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
     temperature: Annotated[Number, Field(ge=0, le=10)] = 0.0
     ignore_eos: StrictBool = True
+    #: Jinja text for chat messages in place of the tokenizer's own
     chat_template: StrictStr | None = None
     #: requests per repeat and concurrency level; None: one per slot
     num_prompts: Count | None = None

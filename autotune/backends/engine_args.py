@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ from pydantic import Field, StrictInt, ValidationError
 from autotune.backends.base import BackendContext, argument_problems
 from autotune.errors import UserError
 from autotune.launch import launch_mapping
-from autotune.prompts import PromptSet, load_prompts
+from autotune.prompts import PromptSet, load_prompts, load_tokenizer
 from autotune.schemas import Count, Positive, Schema, Study
 from model.spec import Knobs, Scalar
 
@@ -145,7 +145,10 @@ def study_prompts(study: Study, count: int) -> PromptSet:
     """
     spec = study.workload
     if study.target.path is not None:
-        return load_prompts(spec.prompts, study.target.path, spec.input_len, count, study.seed)
+        tokenizer = load_tokenizer(study.target.path)
+        if spec.chat_template is not None:
+            tokenizer = replace(tokenizer, chat_template=spec.chat_template)
+        return load_prompts(spec.prompts, tokenizer, spec.input_len, count, study.seed)
     vocab = _vocabulary(study)
     draws = random.Random(study.seed)
     ids = tuple(

@@ -19,6 +19,7 @@ from engine.config import CudaGraph, SpeculationConfig
 from engine.cycle import Seeds
 from engine.draft import DraftModel
 from engine.graphs import Segment, SegmentTimes
+from engine.resident_orders import PREPARE, START
 from engine.synthetic import counts, forced_targets, last_targets
 from engine.target import Batch, TargetModel
 from engine.timing import Timer
@@ -28,7 +29,6 @@ from engine.tree import Tree, draft
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 #: rows of the state matrix
 SLOT, LAST, PREFIX, LEFT = range(4)
-_START, _PREPARE, _RUN = range(3)
 #: draws of synthetic acceptance before they repeat
 _DRAWS = 4096
 
@@ -41,22 +41,6 @@ def bucket(num_rows: int) -> int:
 def longest_path(speculation: SpeculationConfig) -> int:
     """Nodes on the longest path of a tree, root included."""
     return min(speculation.steps + 1, speculation.num_tokens)
-
-
-def start_order(speculation: SpeculationConfig) -> list[int]:
-    """Order: begin a run."""
-    return [_START, *speculation.model_dump_json().encode()]
-
-
-def prepare_order(num_rows: int) -> list[int]:
-    """Order: build the segments for a batch size."""
-    return [_PREPARE, num_rows]
-
-
-def run_order(num_rows: int, num_cycles: int, plan_5B: torch.Tensor | None) -> list[int]:
-    """Order: rearrange the rows if there is a plan, then run cycles."""
-    plan = [] if plan_5B is None else plan_5B.flatten().tolist()
-    return [_RUN, num_rows, num_cycles, *plan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +148,11 @@ class Resident:
         return buffers.record_BX
 
     def obey(self, payload: list[int]) -> None:
-        """Other ranks: carry out what rank 0's ``*_order`` functions wrote."""
+        """Other ranks: carry out what rank 0's orders say (``engine.resident_orders``)."""
         kind, *values = payload
-        if kind == _START:
+        if kind == START:
             self.start(SpeculationConfig.model_validate_json(bytes(values)))
-        elif kind == _PREPARE:
+        elif kind == PREPARE:
             self.prepare(values[0])
         else:
             num_rows, num_cycles, *plan = values

@@ -19,14 +19,8 @@ from engine.cycle import Cycle
 from engine.errors import EngineError
 from engine.executor import Executor
 from engine.graphs import SegmentTimes
-from engine.resident import (
-    Resident,
-    bucket,
-    longest_path,
-    prepare_order,
-    run_order,
-    start_order,
-)
+from engine.resident import Resident, bucket, longest_path
+from engine.resident_orders import prepare_order, run_order, start_order
 from engine.results import Request, RunResult
 from engine.sequence import Sequence
 

@@ -1,0 +1,23 @@
+"""What rank 0 tells the other ranks' ``Resident``: lists of integers, one order a run of cycles."""
+
+import torch
+
+from engine.config import SpeculationConfig
+
+START, PREPARE, RUN = range(3)
+
+
+def start_order(speculation: SpeculationConfig) -> list[int]:
+    """Order: begin a run."""
+    return [START, *speculation.model_dump_json().encode()]
+
+
+def prepare_order(num_rows: int) -> list[int]:
+    """Order: build the segments for a batch size."""
+    return [PREPARE, num_rows]
+
+
+def run_order(num_rows: int, num_cycles: int, plan_5B: torch.Tensor | None) -> list[int]:
+    """Order: rearrange the rows if there is a plan, then run cycles."""
+    plan = [] if plan_5B is None else plan_5B.flatten().tolist()
+    return [RUN, num_rows, num_cycles, *plan]

@@ -92,6 +92,8 @@ class Search:
     group_of: Callable[[Knobs], str]
     pool: list[Knobs] = field(init=False)
     features: Array = field(init=False)
+    #: unmeasured candidates that the last proposal left out: memory or constraints
+    num_infeasible: int = field(default=0, init=False)
     _ids: list[str] = field(init=False)
     _row: dict[str, int] = field(init=False)
     _groups: NDArray[np.str_] = field(init=False)
@@ -135,6 +137,7 @@ class Search:
                 return Proposal(leader, "replicate", "replicates a leader")
         forecast = self.forecaster.forecast(self.pool)
         if forecast is not None:
+            self.num_infeasible = int((usable & ~forecast.feasible).sum())
             usable &= forecast.feasible
             if not usable.any():
                 return None
@@ -146,6 +149,15 @@ class Search:
             if proposal is not None:
                 return proposal
         return self._by_improvement(history, forecast, usable, open_group, cost_ratio)
+
+    def exhausted(self) -> str:
+        """Why nothing more was proposed."""
+        if self.num_infeasible == 0:
+            return "every possible configuration within the budget is measured"
+        return (
+            f"nothing is left to measure: {self.num_infeasible} configurations are predicted not "
+            "to fit (the GPU's memory, or constraints.max_memory_gib; `autotune predict` says which)"
+        )
 
     def _usable(
         self, measured: Iterable[str], open_group: str | None, may_open: bool

@@ -185,7 +185,7 @@ class StudyRun:
                 history, open_group, may_open=self._may_open(history), cost_ratio=self._cost_ratio()
             )
             if proposal is None:
-                return "every possible configuration within the budget is measured"
+                return search.exhausted()
             trial = self._claim_proposal(proposal, history)
             if trial is not None:
                 self._run_trial(trial, history)

@@ -225,3 +225,11 @@ def test_belief_returns_to_the_measurements_where_they_are() -> None:
     assert belief.sd[others].mean() > belief.sd[rows].mean()
     inside = np.abs(belief.mean[others] - truth[others]) < 2 * belief.sd[others]
     assert inside.mean() > 0.85
+
+
+def test_a_search_without_room_names_the_constraint() -> None:
+    search = Search.__new__(Search)
+    search.num_infeasible = 7
+    assert "7 configurations are predicted not to fit" in search.exhausted()
+    search.num_infeasible = 0
+    assert "measured" in search.exhausted()

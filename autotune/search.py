@@ -155,8 +155,8 @@ class Search:
         if self.num_infeasible == 0:
             return "every possible configuration within the budget is measured"
         return (
-            f"nothing is left to measure: {self.num_infeasible} configurations are predicted not "
-            "to fit (the GPU's memory, or constraints.max_memory_gib; `autotune predict` says which)"
+            f"nothing is left to measure: {self.num_infeasible} configurations are predicted "
+            "not to fit (the GPU's memory, or constraints.max_memory_gib; `autotune predict` tells)"
         )
 
     def _usable(

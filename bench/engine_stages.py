@@ -14,6 +14,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.engine_tiny import (
+    GRAPHS,
+    OFF,
+    TINY_KINDS,
+    stage_diagnose,
+    stage_fp32,
+    stage_tiny,
+    tiny_rows,
+)
 from engine.api import Engine
 from engine.bench import random_prompts
 from engine.config import LaunchConfig, SpeculationConfig
@@ -25,18 +34,7 @@ PROMPT_LEN, LONG, HALF, SHORT = 896, 257, 129, 1
 #: room for the prompt, the output and a verify
 MAX_CONTEXT = 1280
 BANDWIDTH = 4.2e12
-GRAPHS = {"decode": True, "draft": True, "verify": True, "extend": True}
-TINY = Path(__file__).resolve().parent.parent / "studies" / "models"
-OFF = SpeculationConfig()
 K3 = SpeculationConfig(method="eagle3", steps=3, topk=1, synthetic_acceptance=(1.0, 1.0, 0.0))
-
-TINY_KINDS = {
-    "off": OFF,
-    "chain 3": SpeculationConfig(method="eagle3", steps=3, topk=1),
-    "chain 5": SpeculationConfig(method="eagle3", steps=5, topk=1),
-    "tree 3x2/8": SpeculationConfig(method="eagle3", steps=3, topk=2, draft_tokens=8),
-    "tree 3x4/16": SpeculationConfig(method="eagle3", steps=3, topk=4, draft_tokens=16),
-}
 
 Emit = Callable[..., None]
 
@@ -140,6 +138,7 @@ def stage_warm(emit: Emit) -> None:
     head = (
         f"import sys; sys.path.insert(0, {str(root)!r})\n"
         "import bench.engine_stages as s\n"
+        "import bench.engine_tiny as t\n"
         "from engine.api import Engine\n"
     )
     slices = (
@@ -147,9 +146,9 @@ def stage_warm(emit: Emit) -> None:
         "    e.generate(s.requests({batch}, 6, 1), s.{spec}, concurrency={batch})\n"
     )
     tiny = (
-        "asks = s.tiny_requests(16, 128, 40)\n"
-        "with Engine(s.tiny_config()) as e:\n"
-        "    for n in (1, 4, 16): e.generate(asks[:n], s.TINY_KINDS[{kind!r}], concurrency=n)\n"
+        "asks = t.tiny_requests(16, 128, 40)\n"
+        "with Engine(t.tiny_config()) as e:\n"
+        "    for n in (1, 4, 16): e.generate(asks[:n], t.TINY_KINDS[{kind!r}], concurrency=n)\n"
     )
     sizes = [(1, "OFF"), (4, "OFF"), (16, "OFF"), (64, "OFF"), (1, "K3"), (4, "K3")]
     jobs = {f"{batch} {spec}": slices.format(batch=batch, spec=spec) for batch, spec in sizes}
@@ -219,140 +218,6 @@ def stage_q48eager(emit: Emit) -> None:
     with Engine(config(48, 1, draft={"weights": "random"}, cuda_graph=graphs)) as engine:
         row = measure(engine, 1, K3, 2)
         emit(row="eagle3 k=3", name="48 layers, verify eager", layers=48, **row)
-
-
-def stage_tiny(emit: Emit) -> None:
-    """The trained tiny model end to end: plain, chain and tree at three loads."""
-    tiny_rows(emit, "tiny", {})
-
-
-def tiny_config(**changes: Any) -> LaunchConfig:
-    """The trained pair in bf16."""
-    values: dict[str, Any] = {
-        "target": {"path": str(TINY / "tiny-moe")},
-        "draft": {"path": str(TINY / "tiny-moe-eagle3")},
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "max_context": 512,
-        "max_concurrency": 16,
-        "cuda_graph": GRAPHS,
-        "timeout_s": 120.0,
-    }
-    return LaunchConfig.model_validate(values | changes)
-
-
-def tiny_requests(count: int, input_len: int, new: int) -> list[Request]:
-    """Held-out code prompts."""
-    from autotune.prompts import load_prompts
-
-    prompts = load_prompts("builtin:code", TINY / "tiny-moe", input_len, count, 0)
-    return [
-        Request(prompt_ids=tuple(ids), max_new_tokens=new, ignore_eos=True)
-        for ids in prompts.token_ids
-    ]
-
-
-def tiny_rows(emit: Emit, name: str, changes: dict[str, Any]) -> None:
-    """Interleaved repeats of plain, chain and tree decoding at three loads.
-
-    A kind that kills the workers is left out of the rest, and said.
-    """
-    kinds = dict(TINY_KINDS)
-    asks = tiny_requests(32, 128, 192)
-    engine = Engine(tiny_config(**changes))
-    try:
-        for concurrency in (1, 4, 16):
-            some = asks[: max(4, 2 * concurrency)]
-            runs: dict[str, list[RunResult]] = {kind: [] for kind in kinds}
-            for repeat in range(4):
-                for kind in list(kinds):
-                    try:
-                        run = engine.generate(some, kinds[kind], concurrency=concurrency)
-                    except EngineError as error:
-                        emit(
-                            row="failure",
-                            name=f"{name}, {kind}",
-                            batch=concurrency,
-                            error=error.message[:300],
-                            log=error.log_tail[-2500:],
-                        )
-                        del kinds[kind]
-                        engine.close()
-                        engine = Engine(tiny_config(**changes))
-                        continue
-                    if repeat:
-                        runs[kind].append(run)
-            tiny_level(emit, name, concurrency, {k: runs[k] for k in kinds})
-    finally:
-        engine.close()
-
-
-def tiny_level(emit: Emit, name: str, concurrency: int, runs: dict[str, list[RunResult]]) -> None:
-    """Rows of one load: medians, and speed-ups over plain decoding."""
-    base = statistics.median(r.tokens_per_s or 0.0 for r in runs["off"])
-    plain = [r.token_ids for r in runs["off"][-1].requests]
-    for kind, found in runs.items():
-        run, rates = found[-1], [r.tokens_per_s or 0.0 for r in found]
-        same = sum(r.token_ids == p for r, p in zip(run.requests, plain, strict=True))
-        emit(
-            row="tiny",
-            name=f"{name}, {kind}",
-            batch=concurrency,
-            tokens_per_s=statistics.median(rates),
-            low=min(rates),
-            high=max(rates),
-            speedup=statistics.median(rates) / base,
-            accept_length=run.counters.accept_length,
-            same_outputs=f"{same}/{len(plain)}",
-            cycle_ms=run.cycle_ms,
-            busy_ms=sum(m for n, m in run.segments_ms.items() if n != "host_gap"),
-            phases_ms={n: round(ms, 4) for n, ms in run.phases_ms.items()},
-            graphs=dict(run.graphs),
-        )
-
-
-def stage_diagnose(emit: Emit) -> None:
-    """Which kernel of the tiny model faults: every launch waits, no graphs; then memcheck."""
-    changes = {"environment": {"CUDA_LAUNCH_BLOCKING": "1"}, "cuda_graph": {}}
-    asks = tiny_requests(2, 64, 12)
-    for dtype in ("bfloat16", "float32"):
-        for steps, topk, tokens in ((5, 1, 6), (5, 2, 12), (2, 1, 3)):
-            spec = SpeculationConfig(method="eagle3", steps=steps, topk=topk, draft_tokens=tokens)
-            name = f"{dtype} {steps}/{topk}/{tokens}"
-            try:
-                with Engine(tiny_config(dtype=dtype, **changes)) as engine:
-                    for concurrency in (1, 2):
-                        engine.generate(asks, spec, concurrency=concurrency)
-                emit(row="diagnose", name=name, error="none")
-            except EngineError as error:
-                tail = error.log_tail[-3500:]
-                emit(row="diagnose", name=name, error=error.message[:200], log=tail)
-
-
-def stage_fp32(emit: Emit) -> None:
-    """Tiny model in fp32: speculation with graphs equals plain decoding token for token."""
-    asks = tiny_requests(4, 64, 96)
-    with Engine(tiny_config(dtype="float32", max_concurrency=4)) as engine:
-        plain = engine.generate(asks, OFF, concurrency=1)
-        for steps, topk, tokens in ((3, 1, 4), (3, 4, 16), (3, 2, 8), (7, 1, 8), (5, 2, 12)):
-            spec = SpeculationConfig(method="eagle3", steps=steps, topk=topk, draft_tokens=tokens)
-            run = engine.generate(asks, spec, concurrency=4)
-            pairs = zip(run.requests, plain.requests, strict=True)
-            same = sum(a.token_ids == b.token_ids for a, b in pairs)
-            emit(
-                row="fp32",
-                name=f"fp32 {steps}/{topk}/{tokens}",
-                batch=4,
-                same_outputs=f"{same}/{len(asks)}",
-                accept_length=run.counters.accept_length,
-                graphs=dict(run.graphs),
-            )
-        margins = engine.generate(asks[:2], OFF, concurrency=2, margins=True)
-        same = sum(
-            a.token_ids == b.token_ids
-            for a, b in zip(margins.requests, plain.requests, strict=False)
-        )
-        emit(row="fp32", name="fp32 stepwise", batch=2, same_outputs=f"{same}/2", path=margins.path)
 
 
 def stage_tp2(emit: Emit) -> None:

@@ -31,7 +31,7 @@ from autotune.backends.engine_measurement import measured  # noqa: E402
 from autotune.backends.recording import Recorded, _line  # noqa: E402
 from autotune.provenance import collect_provenance  # noqa: E402
 from autotune.records import Failure, Measurement  # noqa: E402
-from bench.engine_stages import OFF, tiny_config, tiny_requests  # noqa: E402
+from bench.engine_tiny import OFF, tiny_config, tiny_requests  # noqa: E402
 from engine.api import Engine  # noqa: E402
 from engine.config import SpeculationConfig  # noqa: E402
 from engine.errors import EngineError  # noqa: E402

@@ -3,6 +3,8 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,12))' 2>/dev/null && { echo $$p; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
+# test processes at a time; each may start a few engine ranks
+TEST_JOBS ?= 2
 
 .PHONY: demo test test-gpu install check bench-model kernels-compile clean
 
@@ -20,7 +22,7 @@ demo: install
 	$(BIN)/autotune study start studies/quickstart.yaml
 
 test: install
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 # Needs a CUDA device; minutes.
 test-gpu: install

@@ -35,6 +35,25 @@ _PACKAGES = (
 )
 _SOURCES = ("autotune", "engine", "kernels", "model")
 
+#: prefixes of variables that can change how a worker runs; all others stay out of the record
+_RUN_PREFIXES = (
+    "ATEN_", "AUTOTUNE_", "CUBLAS", "CUDA", "FLASHINFER_", "GLOO_", "GOMP_", "HF_HUB_OFFLINE",
+    "HSA_", "KMP_", "LD_", "LC_", "LANG", "MALLOC_", "MASTER_", "MKL_", "NCCL_", "NVIDIA_", "NVSHMEM_",
+    "OMP_", "OPENBLAS_", "PATH", "PYTHON", "PYTORCH_", "RANK", "LOCAL_RANK", "SGLANG_", "SGL_", "TORCH",
+    "TRITON_", "VIRTUAL_ENV", "VLLM_", "WORLD_SIZE",
+)  # fmt: skip
+_SECRET_WORDS = ("TOKEN", "SECRET", "PASSW", "CREDENTIAL", "_KEY", "_AUTH")
+
+
+def recorded_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables worth recording: what can change a run, and nothing that may be a secret."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_RUN_PREFIXES)
+        and not any(word in name.upper() for word in _SECRET_WORDS)
+    }
+
 
 def collect_provenance(
     config: Mapping[str, object],

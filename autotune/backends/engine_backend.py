@@ -42,7 +42,7 @@ from autotune.errors import UserError
 from autotune.health import snapshot, unhealthy
 from autotune.launch import RESTART_KNOBS, nccl_environment, speculation_mapping
 from autotune.nccl_log import parse_nccl_logs
-from autotune.provenance import collect_provenance
+from autotune.provenance import collect_provenance, recorded_environment
 from autotune.records import (
     Failure,
     Health,
@@ -218,7 +218,7 @@ class EngineBackend:
             RankEnvironment(
                 rank=worker.rank,
                 pid=worker.pid,
-                environment=dict(worker.environment),
+                environment=recorded_environment(worker.environment),
                 nccl_library=worker.nccl_library,
                 nccl_version=worker.nccl_version,
             )

@@ -131,7 +131,8 @@ def _work(plan: Any, view: "StudyView", store: "Store", as_json: bool, out: Path
     for item in plan.space.inert:
         console.print(f"  inert: {item.knob}: {item.reason}", soft_wrap=True)
     for reason, count in plan.space.dropped.items():
-        console.print(f"  left out: {count} combinations: {reason}", soft_wrap=True)
+        plural = "" if count == 1 else "s"
+        console.print(f"  left out: {count} combination{plural}: {reason}", soft_wrap=True)
     progress = Progress(console, plan.study.budget.measured_trials, levels)
     with progress, flag.on_signals(progress.note), ledger_errors(store.engine.url):
         outcome = StudyRun(plan, view, store, progress, flag).run()

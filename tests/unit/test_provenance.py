@@ -16,7 +16,13 @@ from autotune.health import (
     snapshot,
     unhealthy,
 )
-from autotune.provenance import collect_provenance, config_hash, git_state, package_versions
+from autotune.provenance import (
+    collect_provenance,
+    config_hash,
+    git_state,
+    package_versions,
+    recorded_environment,
+)
 from autotune.records import Provenance, RankEnvironment
 
 # the layout is the one of `nvidia-smi --query-gpu=... --format=csv,noheader,nounits`
@@ -189,3 +195,18 @@ def test_code_inside_somebody_elses_checkout_claims_no_commit(tmp_path: Path) ->
 
 def test_the_query_asks_one_value_per_field() -> None:
     assert len(HEALTHY.split(",")) == len(GPU_FIELDS) + 1
+
+
+def test_a_recorded_environment_holds_what_changes_a_run_and_no_secret() -> None:
+    environment = {
+        "NCCL_PROTO": "LL",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "OMP_NUM_THREADS": "1",
+        "HF_TOKEN": "hf_x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "VLLM_API_KEY": "x",
+        "HOME": "/home/u",
+        "DATABASE_URL": "postgresql://u:p@h/d",
+    }
+    kept = {"NCCL_PROTO", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}
+    assert set(recorded_environment(environment)) == kept

@@ -38,9 +38,9 @@ _SOURCES = ("autotune", "engine", "kernels", "model")
 #: prefixes of variables that can change how a worker runs; all others stay out of the record
 _RUN_PREFIXES = (
     "ATEN_", "AUTOTUNE_", "CUBLAS", "CUDA", "FLASHINFER_", "GLOO_", "GOMP_", "HF_HUB_OFFLINE",
-    "HSA_", "KMP_", "LD_", "LC_", "LANG", "MALLOC_", "MASTER_", "MKL_", "NCCL_", "NVIDIA_", "NVSHMEM_",
-    "OMP_", "OPENBLAS_", "PATH", "PYTHON", "PYTORCH_", "RANK", "LOCAL_RANK", "SGLANG_", "SGL_", "TORCH",
-    "TRITON_", "VIRTUAL_ENV", "VLLM_", "WORLD_SIZE",
+    "KMP_", "LANG", "LC_", "LD_", "LOCAL_RANK", "MALLOC_", "MASTER_", "MKL_", "NCCL_", "NVIDIA_",
+    "NVSHMEM_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "RANK", "SGLANG_", "SGL_", "TORCH",
+    "TRITON_", "VLLM_", "WORLD_SIZE",
 )  # fmt: skip
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSW", "CREDENTIAL", "_KEY", "_AUTH")
 

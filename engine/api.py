@@ -5,6 +5,7 @@ torch; all computing happens in the workers.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -82,9 +83,10 @@ class Engine:
         chosen = speculation or self.config.speculation_at(at_once)
         self._check(requests, chosen, margins)
         message = Generate(tuple(requests), chosen.model_dump_json(), at_once, margins)
-        result = self._supervisor.command(message, "generate")[0]
+        result, *others = self._supervisor.command(message, "generate")
         assert isinstance(result, RunResult)
-        return result
+        peaks = [p for p in (result.peak_memory_bytes, *others) if isinstance(p, int)]
+        return replace(result, peak_memory_bytes=max(peaks, default=None))
 
     def environment(self) -> tuple[WorkerEnvironment, ...]:
         """Every worker's environment as C ``getenv`` sees it there, by rank."""

@@ -111,6 +111,8 @@ class RunResult:
     segments_ms: Mapping[str, float] = field(default_factory=dict)
     #: mean over layers of the experts touched in one sampled cycle; None where not sampled
     distinct_experts: float | None = None
+    #: most memory that a rank needed on its GPU (the fullest rank); None on a CPU
+    peak_memory_bytes: int | None = None
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from time import perf_counter
@@ -35,10 +36,13 @@ if TYPE_CHECKING:
     import torch
 
     from engine.collectives import Group
+    from engine.device_memory import Meter
     from engine.executor import Executor
 
 _BEAT_S = 1.0
 _WARMUP = 5
+#: how torch, CUDA, cuBLAS and the CPU allocator say it; only the first has an exception of its own
+_OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate")
 
 
 class Worker:
@@ -55,7 +59,7 @@ class Worker:
         self.connection, self.config, self.rank = connection, config, rank
         self._beat_s = perf_counter()
         torch.set_num_threads(config.host.threads)
-        self.device = _device(config, rank)
+        self.device, self.meter = _device(config, rank)
         shapes = resolve(config)
         self.group = self._join(memory_fd)
         executor, draft_model = build(config, shapes, self.group, self.device, self.beat)
@@ -111,15 +115,27 @@ class Worker:
         return self._allreduce_bench(message)
 
     def _generate(self, message: Generate) -> object:
+        if self.meter is not None:
+            _reset_peak()
         if self.runner is None:
             self.executor.follow()
-            return None
-        return self.runner.run(
+            return self._peak_memory_bytes()
+        run = self.runner.run(
             list(message.requests),
             SpeculationConfig.model_validate_json(message.speculation_json),
             concurrency=message.concurrency,
             margins=message.margins,
         )
+        return replace(run, peak_memory_bytes=self._peak_memory_bytes())
+
+    def _peak_memory_bytes(self) -> int | None:
+        """Most memory of its GPU that this rank needed since the last reset; None on a CPU."""
+        import torch
+
+        if self.meter is None:
+            return None
+        allocated = torch.cuda.max_memory_allocated(self.device)
+        return self.meter.peak_bytes(allocated, torch.cuda.memory_reserved(self.device))
 
     def _allreduce_bench(self, message: AllreduceBench) -> tuple[AllreduceTime, ...]:
         import torch
@@ -148,13 +164,20 @@ class Worker:
         return (perf_counter() - start_s) * 1e6
 
 
-def _device(config: LaunchConfig, rank: int) -> "torch.device":
+def _reset_peak() -> None:
     import torch
 
+    torch.cuda.reset_peak_memory_stats()
+
+
+def _device(config: LaunchConfig, rank: int) -> "tuple[torch.device, Meter | None]":
+    import torch
+
+    from engine.device_memory import Meter
     from engine.errors import invalid
     from engine.placement import bind, gpu_numa_node
 
-    node = None
+    node, meter = None, None
     if config.device == "cuda":
         found = torch.cuda.device_count()
         if found < config.tp:
@@ -162,15 +185,19 @@ def _device(config: LaunchConfig, rank: int) -> "torch.device":
                 f"device 'cuda' with tp {config.tp}: this host shows {found} GPUs; "
                 "use device: cpu or a smaller tp"
             )
-        torch.cuda.set_device(rank)
         properties: Any = torch.cuda.get_device_properties(rank)
-        node = gpu_numa_node(
+        address = (
             f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
             f"{properties.pci_device_id:02x}.0"
         )
+        # before the context exists, which is part of what this rank takes
+        meter = Meter(address)
+        torch.cuda.set_device(rank)
+        node = gpu_numa_node(address)
     if config.host.numa_bind:
         bind(rank, config.tp, node)
-    return torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
+    return device, meter
 
 
 def _environment(rank: int, device: "torch.device") -> WorkerEnvironment:
@@ -198,7 +225,7 @@ def classify(error: BaseException, stage: str, rank: int) -> Failed:
         return Failed(error.kind, error.stage, error.message, fatal, secondary=False)
     text = " ".join(str(error).split()) or type(error).__name__
     name = type(error).__name__
-    if isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate" in text:
+    if isinstance(error, MemoryError) or any(w in text for w in _OUT_OF_MEMORY):
         return Failed("oom", stage, f"rank {rank} ran out of memory: {text}", True, False)
     if isinstance(error, ValueError) and stage == "start":
         return Failed("invalid", stage, text, True, False)

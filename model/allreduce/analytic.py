@@ -84,6 +84,8 @@ def _nccl_us(design: Design, c: Lookup) -> Array:
             continue
         path = getattr(design, f"path_{transport}_us")
         handover = (path + c(f"handoff_{transport}_us")) * factor * burst
+        if transport == "shm":
+            handover = handover + design.simple * c("simple_host_crossings") * path
         stream = _stream_us(design, c, transport) / design.hops
         around = around + share * (handover + c("cut_through") * stream)
         busy = c("occupancy") * handover + stream

@@ -18,24 +18,30 @@ def _spec(name: str, unit: str, prior: float, log_sd: float, source: str) -> Con
 
 
 NCCL_SPECS = (
-    _spec("fixed_us", "us per captured collective", 4.5, 0.4,
-          f"{_NOTES}: 3.3 us plus kernel start in a graph"),
-    _spec("simple_fixed_us", "us more per Simple collective", 3.0, 0.6,
-          f"{_NCCL}: base 8.4 against 6.6 us; barriers of 17 warps, judged"),
+    _spec("fixed_us", "us per captured collective", 4.0, 0.35,
+          f"{_NOTES}: 3.3 us (8 GPUs, by hops), 3-4 us in a graph"),
+    _spec("simple_fixed_us", "us more per Simple collective", 6.0, 0.6,
+          f"{_NCCL}: 11.2 us more than LL over PCIe with 2 hops (base 1.8, 4.7 a hop); 8 x RTX "
+          "5090 on EPYC Turin (nccl-tests): 11.7 us more with 14 hops, so that most is not by hop"),
     _spec("handoff_nvlink_us", "us per hop beside the path", 0.4, 0.5, f"{_NCCL}: 0.6 us a step"),
     _spec("handoff_p2p_us", "us per hop beside the path", 0.5, 0.5,
           f"{_NOTES}: 1.0-1.5 us per LL hop, 0.65-1.07 us of it the path"),
-    _spec("handoff_shm_us", "us per hop beside the path", 1.0, 0.7, _JUDGED),
+    _spec("handoff_shm_us", "us per hop beside the path", 1.0, 0.8,
+          "a reader polls host memory over PCIe, half a round trip on average, more in a guest; "
+          "judged, wide"),
     _spec("ll128_hop", "x the LL hop", 1.5, 0.3,
           "between LL and Simple, as Demystifying NCCL (arXiv 2507.04786) orders them"),
-    _spec("simple_hop", "x the LL hop", 1.8, 0.3,
-          "nccl-tests, 8 x RTX 5090 on EPYC Turin: 36.3 us (Simple) after 24.6 (LL), 2.4 against "
-          f"1.5 us a hop; {_NOTES}: 2.3-3.2 us; {_NCCL} says 5.7, far above both"),
+    _spec("simple_hop", "x the LL hop", 1.3, 0.25,
+          "what the two sources of simple_fixed_us leave for 14 hops, 0.3 us each"),
+    _spec("simple_host_crossings", "x the path, more per Simple hop through host memory", 2.0, 0.5,
+          "the fence before the tail and the read of the data after it, each a round trip; in peer "
+          "memory both are local"),
     _spec("burst", "x the hop, for a full first pass", 0.3, 0.6, _JUDGED),
     _spec("occupancy", "of the hand-over, in which a rank can do nothing else", 0.4, 0.12, _JUDGED),
     _spec("corner", "exponent: 1 channel and link times add, large the longer counts", 2.0, 0.3,
           _JUDGED),
-    _spec("cut_through", "of a stream that arrives before it is passed on", 0.7, 0.4, _JUDGED),
+    _spec("cut_through", "of a stream that arrives before it is passed on", 0.6, 0.5,
+          "LL passes on line by line, Simple half a chunk at a time; judged"),
     *(
         _spec(f"{proto}_scaling", "exponent of channels: 1 each adds its full rate", prior, log_sd,
               "channels share SM issue and link queues; judged")
@@ -53,8 +59,9 @@ NCCL_SPECS = (
     _spec("link_nvlink", "of the link rate", 0.85, 0.15, _JUDGED),
     _spec("link_p2p", "of the link rate", 0.80, 0.25, f"{_NOTES}: 43-46 of 55 GB/s bus plateau"),
     _spec("link_shm", "of the link rate", 0.70, 0.3, f"{_NOTES}: SHM-style copies 43 of 56 GB/s"),
-    _spec("socket_gb_per_s", "GB/s of wire per flow through the other socket's memory", 25.0, 0.9,
-          f"{_NCCL}: 10-40 GB/s by CPU"),
+    _spec("socket_gb_per_s", "GB/s of wire per flow through the other socket's memory", 25.0, 1.1,
+          f"{_NCCL}: 10-40 GB/s by CPU; {_NOTES}: copies at 43 GB/s on EPYC Turin, 5 GB/s a GPU "
+          "where the path between sockets saturates"),
     _spec("host_cache_mib", "MiB of host memory in flight before it slows", 48.0, 1.2,
           "last-level cache that I/O may allocate, by CPU; judged"),
     _spec("spill", "x the host path's time added beyond the cache", 0.7, 0.8, _JUDGED),

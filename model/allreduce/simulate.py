@@ -177,7 +177,10 @@ class _Run:
         """Latency of one hop, as in the analytic form."""
         first = min(step_bytes, self.passed)
         burst = 1.0 + self.c("burst") * first / (first + BURST_BYTES)
-        return (hop.path_us + self.c(f"handoff_{hop.transport}_us")) * self.factor * burst
+        handover = (hop.path_us + self.c(f"handoff_{hop.transport}_us")) * self.factor * burst
+        if hop.transport == "shm" and self.collective.plan.proto == "Simple":
+            handover += self.c("simple_host_crossings") * hop.path_us
+        return handover
 
     def work(self, hop: Hop, step_bytes: float) -> list[tuple[DirectedLink, float]]:
         """The links of a hop, each with the time it is taken up by these bytes, us."""

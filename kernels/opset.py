@@ -12,7 +12,8 @@ The basic ops come first, one per mathematical step. The fused ops are what a fo
     weight, expert = norm_route(x, mlp_norm, eps, router_weight, top_k)
     x = norm_moe_add(x, mlp_norm, eps, gate_up, down, weight, expert, x)       (two kernels)
 
-and ``norm_lm_head`` or ``norm_linear_argmax`` at the end. x is the residual stream throughout. With
+and ``norm_lm_head`` or ``norm_linear_argmax`` at the end; ``advance`` or ``settle`` ends a cycle
+whose state lives on the device (``kernels.cycle``). x is the residual stream throughout. With
 tensor parallelism one rank passes the residual to ``linear_add`` and ``norm_moe_add`` and the
 others None; the all-reduced sum is then the new residual stream. All ops can be captured in a CUDA
 graph once each has run before the capture.
@@ -24,6 +25,17 @@ from functools import cache
 from typing import Any
 
 from kernels.attention import tree_attention, tree_attention_ref
+from kernels.cycle import advance, advance_ref, force, force_ref, settle, settle_ref
+from kernels.draft_ops import (
+    draft_input,
+    draft_input_ref,
+    follow,
+    follow_ref,
+    pick,
+    pick_ref,
+    silu_product,
+    silu_product_ref,
+)
 from kernels.head import (
     norm_linear_argmax,
     norm_linear_argmax_ref,
@@ -78,6 +90,13 @@ class OpSet:
     norm_moe_add: Op
     norm_lm_head: Op
     norm_linear_argmax: Op
+    draft_input: Op
+    silu_product: Op
+    follow: Op
+    pick: Op
+    force: Op
+    advance: Op
+    settle: Op
 
 
 @cache
@@ -106,6 +125,13 @@ def opset(name: str) -> OpSet:
             norm_moe_add=norm_moe_add_ref,
             norm_lm_head=norm_linear_ref,
             norm_linear_argmax=norm_linear_argmax_ref,
+            draft_input=draft_input_ref,
+            silu_product=silu_product_ref,
+            follow=follow_ref,
+            pick=pick_ref,
+            force=force_ref,
+            advance=advance_ref,
+            settle=settle_ref,
         )
     if name == "triton":
         return OpSet(
@@ -130,5 +156,12 @@ def opset(name: str) -> OpSet:
             norm_moe_add=norm_moe_add,
             norm_lm_head=norm_lm_head,
             norm_linear_argmax=norm_linear_argmax,
+            draft_input=draft_input,
+            silu_product=silu_product,
+            follow=follow,
+            pick=pick,
+            force=force,
+            advance=advance,
+            settle=settle,
         )
     raise ValueError(f"unknown op set {name!r}; known: {', '.join(NAMES)}")

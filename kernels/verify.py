@@ -8,9 +8,12 @@ import torch
 
 
 def verify_greedy_ref(
-    token_BT: torch.Tensor, parent_BT: torch.Tensor, target_BT: torch.Tensor
+    token_BT: torch.Tensor,
+    parent_BT: torch.Tensor,
+    target_BT: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(path_BA, num_accepted_B, next_token_B)``, all int64.
+    """``(path_BA, num_accepted_B, next_token_B)``, all int64; written to ``out`` where given.
 
     From the root, step to the child whose token is ``target`` (the target's argmax) of the current
     node, as long as there is one. ``path_BA`` holds the visited nodes, root first, -1 padded;
@@ -30,11 +33,16 @@ def verify_greedy_ref(
         num_accepted.append(len(path) - 1)
         next_token.append(targets[b][path[-1]])
     device = token_BT.device
-    return (
+    found = (
         path_BA.to(device),
         torch.tensor(num_accepted, device=device),
         torch.tensor(next_token, device=device),
     )
+    if out is None:
+        return found
+    for goal, values in zip(out, found, strict=True):
+        goal.copy_(values)
+    return out
 
 
 def verify_sampling_ref(

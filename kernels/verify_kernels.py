@@ -54,14 +54,18 @@ def _outputs(token_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def verify_greedy(
-    token_BT: torch.Tensor, parent_BT: torch.Tensor, target_BT: torch.Tensor
+    token_BT: torch.Tensor,
+    parent_BT: torch.Tensor,
+    target_BT: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As ``verify_greedy_ref``."""
     require(
         token_BT.is_contiguous() and parent_BT.is_contiguous() and target_BT.is_contiguous(),
         "verify_greedy: inputs must be contiguous",
     )
-    path_BA, num_accepted_B, next_token_B = _outputs(token_BT)
+    path_BA, num_accepted_B, next_token_B = _outputs(token_BT) if out is None else out
+    require(path_BA.is_contiguous(), "verify_greedy: the path must be contiguous")
     pdl = pdl_for(token_BT.device)
     launch(
         verify_greedy_kernel, (token_BT.shape[0],), token_BT, parent_BT, target_BT, path_BA,

@@ -12,6 +12,8 @@ from kernels.catalog import Dims, Inputs, attention_case, layer_cases
 from kernels.opset import OpSet, opset
 
 EPS = 1e-6
+#: ops that can bring a weight into L2 for a later one
+PREFETCHERS = ("norm_linear", "qkv_attention", "linear_add", "norm_route", "norm_moe_add")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,6 +25,8 @@ class Forward:
     x: torch.Tensor
     layers: list[Inputs]
     head: Inputs
+    #: op -> what it brings into L2: "out", "router", or "next" (the next layer's QKV projection)
+    prefetch: dict[str, str] = field(default_factory=dict)
     token: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     experts: list[torch.Tensor] = field(default_factory=list)
@@ -30,21 +34,39 @@ class Forward:
     def run(self) -> None:
         """The layers, then the head with its argmax."""
         x, ops, self.experts = self.x, self.ops, []
-        for w in self.layers:
-            qkv = ops.norm_linear(x, w["norm"], EPS, w["qkv"])
+        for i, w in enumerate(self.layers):
+            ahead = self._ahead(i)
+            qkv = ops.norm_linear(x, w["norm"], EPS, w["qkv"], **ahead["norm_linear"])
             o = ops.qkv_attention(
                 qkv, w["q_norm"], w["k_norm"], EPS, w["position"], w["cos"], w["sin"],
                 w["k_cache"], w["v_cache"], w["slot"], w["prefix"], w["mask"],
-                self.dims.head_size**-0.5,
+                self.dims.head_size**-0.5, **ahead["qkv_attention"],
             )  # fmt: skip
-            x = ops.linear_add(o, w["out"], x)
-            weight, expert = ops.norm_route(x, w["norm"], EPS, w["router"], self.dims.top_k)
+            x = ops.linear_add(o, w["out"], x, **ahead["linear_add"])
+            weight, expert = ops.norm_route(
+                x, w["norm"], EPS, w["router"], self.dims.top_k, **ahead["norm_route"]
+            )
             self.experts.append(expert)
             x = ops.norm_moe_add(
-                x, w["norm"], EPS, w["gate_up"], w["down"], weight, expert, x
+                x, w["norm"], EPS, w["gate_up"], w["down"], weight, expert, x,
+                **ahead["norm_moe_add"],
             )  # fmt: skip
         self.hidden = x
         self.token, _ = ops.norm_linear_argmax(x, self.head["norm"], EPS, self.head["w"])
+
+    def _ahead(self, layer: int) -> dict[str, dict[str, torch.Tensor]]:
+        """What each op of a layer brings into L2, as its keyword argument."""
+        given: dict[str, dict[str, torch.Tensor]] = {name: {} for name in PREFETCHERS}
+        for op, name in self.prefetch.items():
+            if name == "next" and layer + 1 < len(self.layers):
+                tensor = self.layers[layer + 1]["qkv"]
+            elif name == "next":
+                # the head's first rows, as many bytes as a layer's projection
+                tensor = self.head["w"].flatten()[: self.layers[0]["qkv"].numel()]
+            else:
+                tensor = self.layers[layer][name]
+            given[op] = {"prefetch": tensor}
+        return given
 
     def min_bytes(self, distinct_experts: float) -> float:
         """Weights touched (``distinct_experts`` a layer) and cache rows read."""

@@ -33,7 +33,7 @@ class Launch:
 @dataclass(slots=True)
 class _State:
     recorder: list[Launch] | None = None
-    pdl: bool | None = None
+    pdl: bool | frozenset[str] | None = None
 
 
 _state = _State()
@@ -51,8 +51,11 @@ def recording() -> Iterator[list[Launch]]:
 
 
 @contextmanager
-def programmatic_launch(enabled: bool) -> Iterator[None]:
-    """Switch programmatic dependent launch on or off within this block (see ``pdl_for``)."""
+def programmatic_launch(enabled: bool | frozenset[str]) -> Iterator[None]:
+    """Switch programmatic dependent launch on or off within this block (see ``pdl_for``).
+
+    A set of op names switches it on for their kernels alone.
+    """
     previous, _state.pdl = _state.pdl, enabled
     try:
         yield
@@ -60,15 +63,20 @@ def programmatic_launch(enabled: bool) -> Iterator[None]:
         _state.pdl = previous
 
 
-def pdl_for(device: torch.device) -> bool:
-    """Whether kernels may start before their predecessor has ended (sm_90 and later).
+def pdl_for(device: torch.device, op: str = "other") -> bool:
+    """Whether ``op``'s kernels may start before their predecessor has ended (sm_90 and later).
 
     Such a kernel fetches its weights while the predecessor finishes, then waits for it. Off unless
-    the environment has ``AUTOTUNE_PDL=1`` or the caller is inside ``programmatic_launch(True)``.
+    the environment's ``AUTOTUNE_PDL`` is 1 or names the op (``linear_add,norm_route``), or the
+    caller is inside ``programmatic_launch``. Any mixture is right: a kernel without it neither
+    starts early nor lets the next one.
     """
     wanted = _state.pdl
     if wanted is None:
-        wanted = os.environ.get("AUTOTUNE_PDL", "0") == "1"
+        named = os.environ.get("AUTOTUNE_PDL", "0")
+        wanted = named == "1" if named in ("0", "1", "") else frozenset(named.split(","))
+    if not isinstance(wanted, bool):
+        wanted = op in wanted
     if not wanted or device.type == "cpu":
         return False
     return device.type == "meta" or torch.cuda.get_device_capability(device)[0] >= 9

@@ -15,6 +15,7 @@ from kernels.linear_kernels import (
     linear_vector_kernel,
 )
 from kernels.norm import MAX_HIDDEN, add_rms_norm, rms_norm, rms_norm_ref
+from kernels.prefetch import prefetch_arguments
 from kernels.tuning import Config, config_for
 
 #: most tokens that pass by weights held in registers
@@ -22,7 +23,11 @@ MAX_VECTOR_TOKENS = 8
 
 
 def norm_linear_ref(
-    x_TK: torch.Tensor, norm_weight_K: torch.Tensor, eps: float, weight_OK: torch.Tensor
+    x_TK: torch.Tensor,
+    norm_weight_K: torch.Tensor,
+    eps: float,
+    weight_OK: torch.Tensor,
+    prefetch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``y_TO = rms_norm(x) W^T``."""
     return torch.nn.functional.linear(rms_norm_ref(x_TK, norm_weight_K, eps), weight_OK)
@@ -41,7 +46,10 @@ def add_norm_linear_ref(
 
 
 def linear_add_ref(
-    x_TK: torch.Tensor, weight_OK: torch.Tensor, residual_TO: torch.Tensor | None
+    x_TK: torch.Tensor,
+    weight_OK: torch.Tensor,
+    residual_TO: torch.Tensor | None,
+    prefetch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x W^T + residual`` (None: no addition)."""
     y_TO = torch.nn.functional.linear(x_TK, weight_OK)
@@ -146,6 +154,7 @@ def run_linear(
     out_TO: torch.Tensor | None = None,
     store: bool = True,
     argmax: bool = False,
+    prefetch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Launch for the whole family: ``(out, total, best_value_of_block, best_index_of_block)``."""
     num_tokens, num_inputs = x_TK.shape
@@ -174,11 +183,33 @@ def run_linear(
         else:
             x_TK, normed_total = add_rms_norm(x_TK, added_TK, gain_K, eps)
         out, _, value, index = _launch_linear(
-            op, x_TK, weight_OK, config, None, None, 0.0, residual_TO, out_TO, store, argmax
+            op,
+            x_TK,
+            weight_OK,
+            config,
+            None,
+            None,
+            0.0,
+            residual_TO,
+            out_TO,
+            store,
+            argmax,
+            prefetch,
         )
         return out, normed_total, value, index
     return _launch_linear(
-        op, x_TK, weight_OK, config, added_TK, gain_K, eps, residual_TO, out_TO, store, argmax
+        op,
+        x_TK,
+        weight_OK,
+        config,
+        added_TK,
+        gain_K,
+        eps,
+        residual_TO,
+        out_TO,
+        store,
+        argmax,
+        prefetch,
     )
 
 
@@ -194,6 +225,7 @@ def _launch_linear(
     out_TO: torch.Tensor | None,
     store: bool,
     argmax: bool,
+    prefetch: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     num_tokens, num_inputs = x_TK.shape
     num_outputs = weight_OK.shape[0]
@@ -215,7 +247,8 @@ def _launch_linear(
         "STORE": store,
         "ARGMAX": argmax,
     }
-    pdl = pdl_for(device)
+    pdl = pdl_for(device, op)
+    ahead, ahead_bytes, flags["PREFETCH"] = prefetch_arguments(prefetch, x_TK)
     # arguments that a flag switches off still need a pointer of a fixed type
     added = x_TK if added_TK is None else added_TK
     gain = x_TK if gain_K is None else gain_K
@@ -234,14 +267,15 @@ def _launch_linear(
         )
         if num_tokens > 1:
             launch(
-                linear_tokens_kernel, (blocks,), *pointers, num_outputs, x_TK.stride(0),
-                weight_OK.stride(0), eps, T=num_tokens, **flags, BLOCK_O=config["block_o"],
-                BLOCK_K=config["block_k"], PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
+                linear_tokens_kernel, (blocks,), *pointers, ahead, ahead_bytes, num_outputs,
+                x_TK.stride(0), weight_OK.stride(0), eps, T=num_tokens, **flags,
+                BLOCK_O=config["block_o"], BLOCK_K=config["block_k"],
+                PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
             )  # fmt: skip
             return out, total, value, index
         launch(
-            linear_vector_kernel, (blocks,), *pointers, num_outputs, weight_OK.stride(0), eps,
-            **flags, BLOCK_O=config["block_o"], BLOCK_K=config["block_k"],
+            linear_vector_kernel, (blocks,), *pointers, ahead, ahead_bytes, num_outputs,
+            weight_OK.stride(0), eps, **flags, BLOCK_O=config["block_o"], BLOCK_K=config["block_k"],
             PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
         )  # fmt: skip
         return out, total, value, index
@@ -258,7 +292,7 @@ def _launch_linear(
         counters = arrival_counters(device, token_blocks * blocks)
     launch(
         linear_matrix_kernel, (blocks, split, token_blocks), *pointers,
-        partial, partial_squares, counters,
+        partial, partial_squares, counters, ahead, ahead_bytes,
         num_tokens, num_outputs, x_TK.stride(0), weight_OK.stride(0), num_outputs, eps,
         **flags, BLOCK_T=block_t, BLOCK_O=block_o, BLOCK_K=config["block_k"], SPLIT_K=split,
         STAGES=config["stages"], SWAP=bool(config.get("swap")), PRECISION="ieee",
@@ -273,11 +307,13 @@ def norm_linear(
     eps: float,
     weight_OK: torch.Tensor,
     out_TO: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As ``norm_linear_ref``; ``out_TO`` may be given."""
+    """As ``norm_linear_ref``; ``out_TO`` may be given, and what to bring into L2 meanwhile."""
     out, _, _, _ = run_linear(
-        "norm_linear", x_TK, weight_OK, gain_K=norm_weight_K, eps=eps, out_TO=out_TO
-    )
+        "norm_linear", x_TK, weight_OK, gain_K=norm_weight_K, eps=eps, out_TO=out_TO,
+        prefetch=prefetch,
+    )  # fmt: skip
     assert out is not None
     return out
 
@@ -304,8 +340,14 @@ def linear_add(
     weight_OK: torch.Tensor,
     residual_TO: torch.Tensor | None,
     out_TO: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As ``linear_add_ref``; ``out_TO`` may be given, and may be ``residual_TO`` itself."""
-    out, _, _, _ = run_linear("linear_add", x_TK, weight_OK, residual_TO=residual_TO, out_TO=out_TO)
+    """As ``linear_add_ref``; ``out_TO`` may be given, and may be ``residual_TO`` itself.
+
+    ``prefetch`` is brought into L2 meanwhile.
+    """
+    out, _, _, _ = run_linear(
+        "linear_add", x_TK, weight_OK, residual_TO=residual_TO, out_TO=out_TO, prefetch=prefetch
+    )
     assert out is not None
     return out

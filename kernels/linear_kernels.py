@@ -6,16 +6,20 @@ T tokens, K inputs, OUT outputs. What a flag switches off is a pointer that is n
 import triton
 import triton.language as tl
 
-from kernels.device import add_rounded, dot, last_to_arrive, wait_for_predecessor
+from kernels.device import add_rounded, dot, last_to_arrive, prefetch_l2, wait_for_predecessor
+from kernels.prefetch import prefetch_from_last
+
+#: programs that fetch ahead: about as many as a GPU runs at once
+LAST_PROGRAMS = tl.constexpr(1024)
 
 
 @triton.jit
 def linear_vector_kernel(
     x, added, gain, weight, residual, out, total, best_value, best_index,
-    OUT, weight_stride, eps,
+    ahead, ahead_bytes, OUT, weight_stride, eps,
     K: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     STORE: tl.constexpr, ARGMAX: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     o = pid * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -47,6 +51,7 @@ def linear_vector_kernel(
             squares += v * v
             v *= tl.load(gain + k0 + k, mask=in_k, other=0.0).to(tl.float32)
         acc += tile.to(tl.float32) * v[None, :]
+    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     y = tl.sum(acc, axis=1)
     if HAS_NORM:
         y *= tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
@@ -65,10 +70,10 @@ def linear_vector_kernel(
 @triton.jit
 def linear_tokens_kernel(
     x, added, gain, weight, residual, out, total, best_value, best_index,
-    OUT, x_stride, weight_stride, eps,
+    ahead, ahead_bytes, OUT, x_stride, weight_stride, eps,
     T: tl.constexpr, K: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, STORE: tl.constexpr, ARGMAX: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     o = pid * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -83,6 +88,7 @@ def linear_tokens_kernel(
         eviction_policy="evict_first",
     )
     wait_for_predecessor(PDL)
+    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     if HAS_NORM:
         g = tl.load(gain + k, mask=in_k, other=0.0).to(tl.float32)
     for t in tl.static_range(T):
@@ -114,11 +120,12 @@ def linear_tokens_kernel(
 def linear_matrix_kernel(
     x, added, gain, weight, residual, out, total, best_value, best_index,
     partial, partial_squares, counters,
-    T, OUT, x_stride, weight_stride, out_stride, eps,
+    ahead, ahead_bytes, T, OUT, x_stride, weight_stride, out_stride, eps,
     K: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     STORE: tl.constexpr, ARGMAX: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     pid_o = tl.program_id(0)
     pid_k = tl.program_id(1)
@@ -128,6 +135,13 @@ def linear_matrix_kernel(
     t = pid_t * BLOCK_T + tl.arange(0, BLOCK_T)
     k = pid_k * PART + tl.arange(0, BLOCK_K)
     rows = weight + o.to(tl.int64)[:, None] * weight_stride
+    if PDL:
+        # this program's own weights are on their way before the predecessor has ended
+        LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
+        line = tl.arange(0, BLOCK_K // LINE if BLOCK_K >= LINE else 1) * LINE
+        own_rows = weight + tl.minimum(o, OUT - 1).to(tl.int64)[:, None] * weight_stride
+        for k0 in range(0, PART, BLOCK_K):
+            prefetch_l2(own_rows + tl.minimum(pid_k * PART + k0 + line, K - 1)[None, :], PDL)
     wait_for_predecessor(PDL)
     t_offset = t.to(tl.int64)[:, None] * x_stride
     if SWAP:
@@ -159,6 +173,7 @@ def linear_matrix_kernel(
             acc = dot(tile, tl.trans(v), acc, PRECISION)
         else:
             acc = dot(v, tl.trans(tile), acc, PRECISION)
+    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     if SWAP:
         acc = tl.trans(acc)
     squares = tl.sum(squares_all, axis=1)

@@ -98,6 +98,7 @@ def norm_moe_add_ref(
     weight_TK: torch.Tensor,
     expert_TK: torch.Tensor,
     residual_TH: torch.Tensor | None,
+    prefetch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``moe_mlp(rms_norm(x)) + residual`` (None: no addition)."""
     y_TH = moe_mlp_ref(
@@ -116,6 +117,7 @@ def _run(
     expert_TK: torch.Tensor,
     residual_TH: torch.Tensor | None,
     out_TH: torch.Tensor | None,
+    prefetch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     num_experts, double, hidden = gate_up_EJH.shape
     inter = double // 2
@@ -174,7 +176,16 @@ def _run(
     if second.get("block_t", 16) != first.get("block_t", 16):
         slots = make_slots(expert_TK, num_experts, second.get("block_t", 16))
     moe_down.run_down(
-        hidden_PI, down_EHI, weight_TK, expert_TK, residual_TH, out, second, slots, active
+        hidden_PI,
+        down_EHI,
+        weight_TK,
+        expert_TK,
+        residual_TH,
+        out,
+        second,
+        slots,
+        active,
+        prefetch,
     )
     return out
 
@@ -200,8 +211,13 @@ def norm_moe_add(
     expert_TK: torch.Tensor,
     residual_TH: torch.Tensor | None,
     out_TH: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As ``norm_moe_add_ref``; ``out_TH`` may be given, and may be ``residual_TH`` itself."""
+    """As ``norm_moe_add_ref``; ``out_TH`` may be given, and may be ``residual_TH`` itself.
+
+    The last kernel's last programs bring ``prefetch`` into L2.
+    """
     return _run(
-        x_TH, norm_weight_H, eps, gate_up_EJH, down_EHI, weight_TK, expert_TK, residual_TH, out_TH
-    )
+        x_TH, norm_weight_H, eps, gate_up_EJH, down_EHI, weight_TK, expert_TK, residual_TH, out_TH,
+        prefetch,
+    )  # fmt: skip

@@ -274,7 +274,7 @@ def run_gate_up(
     num_tokens, top_k = expert_TK.shape
     out_PI = x_TH.new_empty(num_tokens * top_k, inter)
     gain = x_TH if gain_H is None else gain_H
-    pdl = pdl_for(x_TH.device)
+    pdl = pdl_for(x_TH.device, "moe_gate_up")
     blocks = cdiv(inter, config["block_i"])
     num_pairs = num_tokens * top_k
     if gain_H is not None and config.get("norm_first"):

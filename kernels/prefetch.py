@@ -53,6 +53,22 @@ def prefetch_share(pointer, num_bytes, part, num_parts, MODE: tl.constexpr):
 
 
 @triton.jit
+def prefetch_from_last(pointer, num_bytes, COUNT: tl.constexpr, MODE: tl.constexpr):
+    """``prefetch_share`` by the last ``COUNT`` programs of the grid, or by all if they are fewer.
+
+    For a kernel that keeps memory busy: only what its last programs ask for fills a gap, the one
+    between its end and the next kernel's first loads.
+    """
+    if MODE != 0 and not INTERPRETED:
+        total = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+        number = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+        number = number * tl.num_programs(0) + tl.program_id(0)
+        count = tl.minimum(total, COUNT)
+        if number >= total - count:
+            prefetch_share(pointer, num_bytes, number - (total - count), count, MODE)
+
+
+@triton.jit
 def _prefetch_run(pointers, sizes, KEEP: tl.constexpr):
     if KEEP:
         tl.inline_asm_elementwise(

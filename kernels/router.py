@@ -10,11 +10,14 @@ import triton.language as tl
 from kernels.device import dot, last_to_arrive, prefetch_l2, wait_for_predecessor
 from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, require
 from kernels.norm import rms_norm_ref
+from kernels.prefetch import prefetch_arguments, prefetch_from_last
 from kernels.tuning import Config, config_for
 
 SCORES = ("softmax", "sigmoid")
 #: a program holds all the logits of its tokens
 MAX_EXPERTS = 1024
+#: programs that fetch ahead
+LAST_PROGRAMS = tl.constexpr(1024)
 #: most tokens that pass by rows of the router's weight held in registers
 MAX_ROWS_TOKENS = 8
 
@@ -65,6 +68,7 @@ def norm_route_ref(
     bias_E: torch.Tensor | None = None,
     renormalize: bool = True,
     scale: float = 1.0,
+    prefetch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``route`` of the logits ``rms_norm(x) W^T``, which are taken in fp32."""
     logits_TE = torch.nn.functional.linear(
@@ -145,11 +149,11 @@ def route_kernel(
 @triton.jit
 def norm_route_kernel(
     x, gain, weight, bias, out_weight, out_expert, partial, partial_squares, counters,
-    T, x_stride, weight_stride, eps, scale,
+    ahead, ahead_bytes, T, x_stride, weight_stride, eps, scale,
     H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
     SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     block = tl.program_id(1)
@@ -165,6 +169,7 @@ def norm_route_kernel(
         for h0 in range(0, PART, BLOCK_H):
             column = tl.minimum(split * PART + h0 + line, H - 1)
             prefetch_l2(weight + row + column[None, :], PDL)
+    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     wait_for_predecessor(PDL)
     logits = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.float32)
     squares = tl.zeros([BLOCK_T], dtype=tl.float32)
@@ -208,10 +213,11 @@ def norm_route_kernel(
 @triton.jit
 def norm_route_rows_kernel(
     x, gain, weight, bias, out_weight, out_expert, logits, counters,
-    x_stride, weight_stride, eps, scale,
+    ahead, ahead_bytes, x_stride, weight_stride, eps, scale,
     T: tl.constexpr, H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
     SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
     rows = first + tl.arange(0, ROWS)
@@ -223,6 +229,7 @@ def norm_route_rows_kernel(
         other=0.0,
     )
     g = tl.load(gain + h, mask=in_h, other=0.0).to(tl.float32)
+    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     wait_for_predecessor(PDL)
     for t in tl.static_range(T):
         v = tl.load(x + t * x_stride + h, mask=in_h, other=0.0).to(tl.float32)
@@ -313,8 +320,12 @@ def norm_route(
     bias_E: torch.Tensor | None = None,
     renormalize: bool = True,
     scale: float = 1.0,
+    prefetch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``norm_route_ref``, one kernel: split over H, the last program chooses the experts."""
+    """As ``norm_route_ref``, one kernel: split over H, the last program chooses the experts.
+
+    ``prefetch`` is brought into L2 meanwhile.
+    """
     num_tokens, hidden = x_TH.shape
     num_experts = weight_EH.shape[0]
     check_route(num_experts, top_k, score)
@@ -329,12 +340,14 @@ def norm_route(
     )
     weight_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
     expert_TK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=device)
-    block_e, pdl = pow2(num_experts, 16), pdl_for(device)
+    block_e, pdl = pow2(num_experts, 16), pdl_for(device, "norm_route")
+    ahead, ahead_bytes, mode = prefetch_arguments(prefetch, x_TH)
     bias = x_TH if bias_E is None else bias_E
     flags = {
         "H": hidden, "E": num_experts, "K": top_k, "HAS_BIAS": bias_E is not None,
         "SIGMOID": score == "sigmoid", "RENORMALIZE": renormalize, "BLOCK_E": block_e,
-        "BLOCK_K": pow2(top_k), "PDL": pdl, "launch_pdl": pdl, "num_warps": config["num_warps"],
+        "BLOCK_K": pow2(top_k), "PREFETCH": mode, "PDL": pdl, "launch_pdl": pdl,
+        "num_warps": config["num_warps"],
     }  # fmt: skip
     if config.get("rows"):
         require(
@@ -345,7 +358,8 @@ def norm_route(
         launch(
             norm_route_rows_kernel, (cdiv(num_experts, config["rows"]),),
             x_TH, norm_weight_H, weight_EH, bias, weight_TK, expert_TK, logits,
-            arrival_counters(device, 1), x_TH.stride(0), weight_EH.stride(0), eps, scale,
+            arrival_counters(device, 1), ahead, ahead_bytes, x_TH.stride(0), weight_EH.stride(0),
+            eps, scale,
             T=num_tokens, ROWS=config["rows"], BLOCK_H=pow2(hidden),
             # a warp a token: nothing crosses warps while choosing
             BLOCK_T=max(config["num_warps"], pow2(num_tokens)),
@@ -360,7 +374,7 @@ def norm_route(
     launch(
         norm_route_kernel, (split, token_blocks),
         x_TH, norm_weight_H, weight_EH, bias, weight_TK, expert_TK,
-        partial, partial_squares, arrival_counters(device, token_blocks),
+        partial, partial_squares, arrival_counters(device, token_blocks), ahead, ahead_bytes,
         num_tokens, x_TH.stride(0), weight_EH.stride(0), eps, scale,
         SPLIT=split, BLOCK_T=block_t, BLOCK_H=config["block_h"], STAGES=config["stages"],
         PRECISION="ieee", **flags,

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import IO
 
 from autotune.errors import UserError
-from autotune.nccl_log_build import (
-    HANDLERS,
-    ProcessBuilder,
-    by_first_character,
-    enabled_row,
-)
+from autotune.nccl_log_build import HANDLERS, ProcessBuilder, by_first_character
+from autotune.nccl_log_clean import unwrap, wrapped
+from autotune.nccl_log_comm import enabled_row
+from autotune.nccl_log_open import DAMAGED, log_files, opened
 from autotune.nccl_log_types import Evidence, NcclLog
 
 CHUNK_BYTES = 4 << 20
@@ -28,7 +26,8 @@ MAX_DISTINCT = 50_000
 
 _PREFIX = re.compile(rb"([\w.\-]{1,255}):(\d{1,10}):(\d{1,10}) \[(-?\d{1,6})\] ")
 _FULL_PREFIX = re.compile(
-    rb"([\w.\-]{1,255}):\d{1,10}:\d{1,10} \[-?\d{1,6}\] (?:\S+:\d+ )?NCCL (?:INFO|WARN) "
+    rb"([\w.\-]{1,255}):\d{1,10}:\d{1,10} \[-?\d{1,6}\] "
+    rb"(?:\S+:\d+ (?:\(\S*\) )?)?NCCL (?:INFO|WARN) "
 )
 _CHOICE_WORDS = frozenset(
     name + colon
@@ -43,20 +42,21 @@ _MATRIX = "Enabled NCCL Func/Proto/Algo Matrix"
 
 
 def parse_nccl_logs(paths: Iterable[Path | str]) -> NcclLog:
-    """All processes and communicators in log files; a folder stands for the files in it.
+    """All processes and communicators in log files.
 
-    Raises ``UserError`` for a path that does not exist or cannot be read.
+    A folder stands for the logs in it and below, "-" for standard input; compressed files are
+    read as they are. Raises ``UserError`` for a path that does not exist or cannot be read.
     """
     reader = _Reader()
     names: list[str] = []
     num_lines = num_bytes = 0
-    for path in _files(paths):
+    for path in log_files(paths):
         names.append(str(path))
         try:
-            with path.open("rb") as file:
+            with opened(path) as file:
                 lines, size = reader.read(file, str(path))
         except OSError as error:
-            raise UserError(f"cannot read the NCCL log {path}: {error.strerror}") from None
+            raise UserError(f"cannot read the NCCL log {path}: {error.strerror or error}") from None
         num_lines, num_bytes = num_lines + lines, num_bytes + size
     return reader.result(tuple(names), num_lines, num_bytes)
 
@@ -65,17 +65,6 @@ def parse_nccl_stream(file: IO[bytes], name: str = "<stream>") -> NcclLog:
     """The same for one open binary file."""
     reader = _Reader()
     return reader.result((name,), *reader.read(file, name))
-
-
-def _files(paths: Iterable[Path | str]) -> Iterator[Path]:
-    for given in paths:
-        path = Path(given)
-        if path.is_dir():
-            yield from sorted(p for p in path.iterdir() if p.is_file())
-        elif path.exists():
-            yield path
-        else:
-            raise UserError(f"no NCCL log at {path}")
 
 
 @dataclass
@@ -92,13 +81,14 @@ class _Reader:
     matrix: tuple[ProcessBuilder, int] | None = None
     matrix_left: int = 0
     matrix_heads: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    notes: list[str] = field(default_factory=list)
 
     def read(self, file: IO[bytes], name: str) -> tuple[int, int]:
         """Read one file to its end; returns lines and bytes."""
         self.file, self.prefixes, self.matrix = name, {}, None
         number = num_bytes = 0
         rest = b""
-        while chunk := file.read(CHUNK_BYTES):
+        while chunk := self._chunk(file):
             num_bytes += len(chunk)
             lines = (rest + chunk).split(b"\n")
             rest = lines.pop()
@@ -111,12 +101,19 @@ class _Reader:
         self._flush()
         return number, num_bytes
 
+    def _chunk(self, file: IO[bytes]) -> bytes:
+        try:
+            return file.read(CHUNK_BYTES)
+        except DAMAGED as error:
+            self.notes.append(f"{self.file} is damaged: what was readable counts ({error})")
+            return b""
+
     def result(self, files: tuple[str, ...], num_lines: int, num_bytes: int) -> NcclLog:
         """What was found, frozen."""
         for process in self.processes.values():
             process.version = process.version or self.bare_version
         built = tuple(process.build() for process in self.processes.values())
-        return NcclLog(files, num_lines, num_bytes, built)
+        return NcclLog(files, num_lines, num_bytes, built, self.bare_version, tuple(self.notes))
 
     def _feed(self, lines: Iterable[bytes], number: int) -> int:
         """Take in lines; ``number`` is that of the line before. Returns the last number."""
@@ -140,7 +137,13 @@ class _Reader:
                     self._message(part, number)
             elif word in choice_words:
                 if line.find(_BYTES, begin) > 0:
-                    choices[line] = [1, number]
+                    # a time in front makes every line another one
+                    key = _without_envelope(line, start)
+                    known = choices.get(key)
+                    if known is not None:
+                        known[0] += 1
+                        continue
+                    choices[key] = [1, number]
                     if len(choices) > MAX_DISTINCT:
                         self._flush()
                 elif line.find(b"|", begin) > 0:
@@ -157,6 +160,9 @@ class _Reader:
         """One message that may be of interest."""
         if len(line) > MAX_LINE_BYTES:
             return
+        num_folded = 0
+        if wrapped(line):
+            line, num_folded = unwrap(line)
         start = line.find(b"NCCL ")
         if start < 0:
             return
@@ -178,6 +184,8 @@ class _Reader:
             # choices up to here belong to the communicators known so far
             self._flush()
         process, tid = self._process(line[:start])
+        process.num_folded += num_folded
+        process.folding = num_folded
         text = _text(tail)
         if text.startswith(_MATRIX):
             self.matrix, self.matrix_left, self.matrix_heads = (process, tid), 24, None
@@ -210,7 +218,7 @@ class _Reader:
         pid: int | None = None
         tid = 0
         match = None
-        for match in _PREFIX.finditer(prefix):  # noqa: B007 (the last one counts)
+        for match in _PREFIX.finditer(unwrap(prefix)[0] if b"\x1b" in prefix else prefix):  # noqa: B007 (the last one counts)
             pass
         if match is not None:
             host, pid, tid = _text(match[1]), int(match[2]), int(match[3])
@@ -231,13 +239,14 @@ class _Reader:
         """A line without prefix while an "Enabled" matrix is open."""
         assert self.matrix is not None
         self.matrix_left -= 1
-        text = _text(line)
+        text = _text(unwrap(line)[0])
         if not text.strip() or self.matrix_left <= 0:
             self.matrix = None
             return
-        if text.split("|")[0].strip() == "Function":
-            parts = [tuple(part.split()) for part in text.split("|")]
-            self.matrix_heads = (parts[1], parts[2]) if len(parts) == 3 else None
+        # in front may stand what a collector of logs adds ("worker-0  | ")
+        parts = [tuple(part.split()) for part in text.split("|")[-3:]]
+        if len(parts) == 3 and parts[0][-1:] == ("Function",):
+            self.matrix_heads = parts[1], parts[2]
         elif self.matrix_heads is not None:
             process, tid = self.matrix
             row = enabled_row(text, *self.matrix_heads, Evidence(self.file, number))
@@ -247,11 +256,27 @@ class _Reader:
     def _flush(self) -> None:
         """Fold the counted choice lines into their processes."""
         for line, (count, number) in self.choices.items():
+            num_folded = 0
+            if wrapped(line):
+                line, num_folded = unwrap(line)
             start = line.find(b"NCCL INFO ")
             if start >= 0 and len(line) <= MAX_LINE_BYTES:
                 process, _ = self._process(line[:start])
+                process.num_folded += num_folded
                 process.choice(_text(line[start + 10 :]), count, Evidence(self.file, number))
         self.choices.clear()
+
+
+def _without_envelope(line: bytes, start: int) -> bytes:
+    """A choice line from its host on, without the time or JSON around; ``start``: of "NCCL "."""
+    device = line.rfind(b" [", 0, start)
+    if device < 0:
+        return line
+    begin = max(line.rfind(b" ", 0, device), line.rfind(b'"', 0, device)) + 1
+    if line[:1] != b"{":
+        return line[begin:]
+    ends = [end for end in (line.find(b"\\n", start), line.find(b'"', start)) if end > 0]
+    return line[begin : min(ends, default=len(line))]
 
 
 def _text(data: bytes) -> str:

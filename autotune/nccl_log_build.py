@@ -6,17 +6,22 @@ may be cut, interleaved or damaged anywhere.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autotune import nccl_log_types as t
+from autotune.nccl_log_comm import CommBuilder
 from autotune.nccl_log_types import Evidence
 
 _INIT = re.compile(
     r"(?:comm (0x[0-9a-f]+|\(nil\)) )rank (\d+) nranks (\d+) cudaDev (\d+)"
-    r"(?: nvmlDev \d+)? busId ([0-9a-f]+)(?:.*?commId (0x[0-9a-f]+))?.*?- Init (START|COMPLETE)"
+    r"(?: nvmlDev \d+)? busId ([0-9a-f]+)"
+    r"(?: parent (0x[0-9a-f]+)(?: (?:split|child)Count (\d+))? color (-?\d+))?"
+    r"(?:.*?commId (0x[0-9a-f]+))?.*?- Init (START|COMPLETE)"
 )
 _NODES = re.compile(r"comm (0x[0-9a-f]+) rank (\d+) nRanks (\d+) nNodes (\d+)")
-_ENV = re.compile(r"(NCCL_\w+) set by environment to (.*)")
+#: NCCL_IB_HCA and names of interfaces and plugins are told without "by environment"
+_ENV = re.compile(r"(NCCL_\w+) set (?:by environment )?to\b ?(.*)")
+_RESET = re.compile(r"Comm config \w+ reset to (NCCL_\w+)=(\S+)")
 _PATTERN = re.compile(
     r"Pattern (\d+), crossNic (\d+), nChannels (\d+), bw ([\d.]+)/([\d.]+), type (\w+)/(\w+), "
     r"sameChannels ([01])"
@@ -37,76 +42,17 @@ _CHOICE = re.compile(
 )
 _SYMMETRIC = re.compile(r"(\w+) \[Symmetric\]: (\d+) Bytes -> Kernel (\S+) nchannels (\d+)")
 _PAIR = re.compile(r"(-?[\d.]+)/ *(-?[\d.]+)$")
-_TUNER = re.compile(r"Successfully loaded external tuner plugin (\S+)")
+#: 2.28 and newer, 2.22 to 2.27, 2.19 to 2.21
+_TUNER = re.compile(
+    r"Successfully loaded external tuner plugin (\S+)|"
+    r"TUNER/Plugin: Using tuner plugin (\S+)|Using tuner plugin: '([^']+)'"
+)
 _REMARK = re.compile(
-    r"Could not find a path|User asked for|^Invalid NCCL|P2P is disabled between|Comm config m|"
-    r"could not read .*max_link|Disabling LL128|falling back|Skipping .*kernel|CTAS \d+ is too|"
-    r"is larger than (?:maxCTAs|#channels)"
+    r"Could not find a path|User asked for|^Invalid (?:NCCL|value)|P2P is disabled between|"
+    r"Comm config m|could not read .*max_link|Disabling LL128|falling back|Skipping .*kernel|"
+    r"CTAS \d+ is too|is larger than (?:maxCTAs|#channels)"
 )
 MAX_WARNINGS = 500
-
-
-@dataclass
-class CommBuilder:
-    """Fills up to a ``CommLog``."""
-
-    evidence: Evidence
-    comm: str | None = None
-    comm_id: str | None = None
-    rank: int | None = None
-    num_ranks: int | None = None
-    num_nodes: int | None = None
-    cuda_dev: int | None = None
-    bus_id: str | None = None
-    complete: bool = False
-    coll_channels: int | None = None
-    nvls_channels: int | None = None
-    p2p_channels: int | None = None
-    rings: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    ring_neighbours: dict[int, tuple[int, int]] = field(default_factory=dict)
-    trees: dict[str, None] = field(default_factory=dict)
-    graphs: list[t.GraphSearch] = field(default_factory=list)
-    transports: dict[tuple[int, int, str], tuple[set[int], Evidence]] = field(default_factory=dict)
-    enabled: dict[str, t.EnabledRow] = field(default_factory=dict)
-    model: dict[tuple[str, str, str], t.ModelEntry] = field(default_factory=dict)
-    max_threads: dict[tuple[str, str], int] = field(default_factory=dict)
-    thread_thresholds: str | None = None
-    topology: list[str] = field(default_factory=list)
-    topology_open: bool = False
-    tuner: str | None = None
-    #: algorithms of the block of the model table being printed
-    block: tuple[str, ...] = ()
-
-    def build(self) -> t.CommLog:
-        """The finished, frozen form."""
-        return t.CommLog(
-            comm=self.comm,
-            comm_id=self.comm_id,
-            rank=self.rank,
-            num_ranks=self.num_ranks,
-            num_nodes=self.num_nodes,
-            cuda_dev=self.cuda_dev,
-            bus_id=self.bus_id,
-            complete=self.complete,
-            coll_channels=self.coll_channels,
-            nvls_channels=self.nvls_channels,
-            p2p_channels=self.p2p_channels,
-            rings=tuple(self.rings[c] for c in sorted(self.rings)),
-            ring_neighbours=tuple(self.ring_neighbours[c] for c in sorted(self.ring_neighbours)),
-            trees=tuple(self.trees),
-            graphs=tuple(self.graphs),
-            transports=tuple(
-                t.Transport(source, target, via, len(channels), evidence)
-                for (source, target, via), (channels, evidence) in self.transports.items()
-            ),
-            enabled=tuple(self.enabled.values()),
-            model=tuple(self.model.values()),
-            max_threads=dict(self.max_threads),
-            thread_thresholds=self.thread_thresholds,
-            topology=tuple(self.topology),
-            tuner=self.tuner,
-            evidence=self.evidence,
-        )
 
 
 @dataclass
@@ -123,6 +69,9 @@ class ProcessBuilder:
         field(default_factory=dict)
     )
     warnings: dict[str, tuple[int, Evidence]] = field(default_factory=dict)
+    num_folded: int = 0
+    #: equal lines of other processes that the message being read stands for
+    folding: int = 0
 
     def current(self, tid: int, evidence: Evidence) -> CommBuilder:
         """The communicator this thread is working on; a new one where the log was cut before."""
@@ -177,7 +126,9 @@ class ProcessBuilder:
         match = _INIT.search(tail)
         if match is None:
             return
-        pointer, rank, num_ranks, device, bus, comm_id, phase = match.groups()
+        pointer, rank, num_ranks, device, bus, parent, split, colour, comm_id, phase = (
+            match.groups()
+        )
         comm = next((c for c in reversed(self.comms) if c.comm == pointer), None)
         if phase == "START" or comm is None:
             open_comm = self.open.get(tid)
@@ -189,10 +140,25 @@ class ProcessBuilder:
                 comm = CommBuilder(evidence)
                 self.comms.append(comm)
         comm.comm, comm.comm_id = pointer, comm_id or comm.comm_id
+        if parent is not None and comm.split is None:
+            comm.split = self._split(parent, split, colour, comm)
         comm.rank, comm.num_ranks = int(rank), int(num_ranks)
         comm.cuda_dev, comm.bus_id = int(device), bus
         comm.complete = comm.complete or phase == "COMPLETE"
         self.open[tid] = comm
+
+    def _split(
+        self, parent: str, number: str | None, colour: str, comm: CommBuilder
+    ) -> tuple[str, str, str] | None:
+        """What names a split communicator on every rank; None where its parent is not logged."""
+        source = next((c for c in reversed(self.comms) if c.comm == parent and c is not comm), None)
+        if source is None or source.group is None:
+            return None
+        if number is None:
+            # logs before 2.22 do not count the splits of a parent
+            siblings = [c for c in self.comms if c.split and c.split[0] == source.group]
+            number = str(len(siblings))
+        return source.group, number, colour
 
     def _comm_line(self, tid: int, tail: str, evidence: Evidence) -> None:
         match = _NODES.match(tail)
@@ -213,7 +179,14 @@ class ProcessBuilder:
         name, value = match[1], match[2].rstrip()
         if re.fullmatch(r"-?\d+\.", value):
             value = value[:-1]
-        self.env.setdefault((name, value), t.EnvRead(name, value, evidence))
+        self._found(name, value, evidence)
+
+    def _found(self, name: str, value: str, evidence: Evidence) -> None:
+        known = self.env.get((name, value))
+        if known is None:
+            self.env[name, value] = t.EnvRead(name, value, evidence, self.folding)
+        elif self.folding:
+            self.env[name, value] = replace(known, num_folded=known.num_folded + self.folding)
 
     def _pattern(self, tid: int, tail: str, evidence: Evidence) -> None:
         match = _PATTERN.match(tail)
@@ -271,7 +244,11 @@ class ProcessBuilder:
     def _plugin(self, tid: int, tail: str, evidence: Evidence) -> None:
         match = _TUNER.match(tail)
         if match is not None:
-            self.current(tid, evidence).tuner = match[1]
+            self.current(tid, evidence).tuner = match[1] or match[2] or match[3]
+
+    def _tuner_line(self, tid: int, tail: str, evidence: Evidence) -> None:
+        self._plugin(tid, tail, evidence)
+        self._read(tail.removeprefix("TUNER/Plugin: "), evidence)
 
     def _topology(self, tid: int, tail: str, evidence: Evidence) -> None:
         comm = self.current(tid, evidence)
@@ -322,26 +299,8 @@ class ProcessBuilder:
                 t.LogWarning(text, count, evidence)
                 for text, (count, evidence) in self.warnings.items()
             ),
+            num_folded=self.num_folded,
         )
-
-
-def enabled_row(
-    line: str, protocols: tuple[str, ...], algorithms: tuple[str, ...], evidence: Evidence
-) -> t.EnabledRow | None:
-    """One line of the "Enabled NCCL Func/Proto/Algo Matrix", or None if it is damaged."""
-    parts = [part.split() for part in line.split("|")]
-    if len(parts) != 3 or len(parts[0]) != 1:
-        return None
-    if len(parts[1]) != len(protocols) or len(parts[2]) != len(algorithms):
-        return None
-    if not all(word in "012" for word in (*parts[1], *parts[2])):
-        return None
-    return t.EnabledRow(
-        parts[0][0],
-        dict(zip(protocols, map(int, parts[1]), strict=True)),
-        dict(zip(algorithms, map(int, parts[2]), strict=True)),
-        evidence,
-    )
 
 
 def _name(text: str, names: tuple[str, ...]) -> str:
@@ -355,6 +314,8 @@ Handler = Callable[[ProcessBuilder, int, str, Evidence], None]
 
 
 def _remark(process: ProcessBuilder, tid: int, tail: str, evidence: Evidence) -> None:
+    if (match := _RESET.match(tail)) is not None:
+        process._found(match[1], match[2], evidence)
     if _REMARK.search(tail):
         process.warn(tail, evidence)
 
@@ -369,6 +330,8 @@ HANDLERS: dict[str, Handler] = {
     "NCCL": ProcessBuilder._version_line,
     "comm": ProcessBuilder._comm_line,
     "Successfully": ProcessBuilder._plugin,
+    "Using": ProcessBuilder._plugin,
+    "TUNER/Plugin:": ProcessBuilder._tuner_line,
     "===": ProcessBuilder._topology,
     **dict.fromkeys(
         ("Could", "User", "Invalid", "P2P", "Comm", "Topology", "Disabling", "Skipping",

@@ -27,6 +27,8 @@ class EnvRead:
     name: str
     value: str
     evidence: Evidence
+    #: equal lines of other processes that Ray left out
+    num_folded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ class CommLog:
 
     comm: str | None
     comm_id: str | None
+    #: the same on every rank of a communicator, also where a split one has no id of its own
+    group: str | None = None
     rank: int | None
     num_ranks: int | None
     num_nodes: int | None
@@ -174,6 +178,13 @@ class ProcessLog:
     comms: tuple[CommLog, ...]
     choices: tuple[LoggedChoice, ...]
     warnings: tuple[LogWarning, ...]
+    #: equal lines of other processes that Ray left out ("[repeated 7x across cluster]")
+    num_folded: int = 0
+
+    @property
+    def informative(self) -> bool:
+        """Whether NCCL_DEBUG=INFO was on: more than a version or warnings."""
+        return bool(self.comms or self.env or self.choices)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -194,11 +205,22 @@ class NcclLog:
     num_lines: int
     num_bytes: int
     processes: tuple[ProcessLog, ...] = field(default=())
+    #: of a line "NCCL version ..." that no process signed
+    bare_version: str | None = None
+    #: what could not be read
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_folded(self) -> int:
+        """Lines of some process that Ray left out since another printed the same."""
+        return sum(process.num_folded for process in self.processes)
 
     @property
     def versions(self) -> tuple[str, ...]:
         """NCCL versions that occur, without the CUDA suffix, in order."""
         found: dict[str, None] = {}
+        if self.bare_version is not None and not self.processes:
+            found[self.bare_version.split("+")[0]] = None
         for process in self.processes:
             if process.version is not None:
                 found[process.version.split("+")[0]] = None

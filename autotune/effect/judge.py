@@ -5,26 +5,22 @@ without it NCCL would run the very same kernels at every size; *effective* other
 does by size. Everything that the log cannot tell is *unknown*, with the way to find out.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
-from autotune.effect.by_size import DEFAULT_SIZES, Scene, SizeEffect
+from autotune.effect.absence import Absence, absent, denied, level_off
+from autotune.effect.by_size import Scene, SizeEffect
 from autotune.effect.inert import inert_reason
+from autotune.effect.nccl_variables import nearest
+from autotune.effect.notes import notes, nothing_in
 from autotune.effect.ranges import sizes_in_words
-from autotune.effect.reads import (
-    SILENT,
-    env_logged,
-    environment_read,
-    label,
-    reads_of,
-    workers,
-)
-from autotune.effect.scene import scene_of_log
+from autotune.effect.reads import SILENT, Reads, environment_read, reads_of
+from autotune.effect.silent import unprinted
+from autotune.effect.stages import Stage, stages_of
 from autotune.effect.suggest import suggestions
 from autotune.effect.verdicts import CommSummary, Judgement, KnobVerdict, Suggestion
-from autotune.nccl_log_types import CommLog, NcclLog, ProcessLog
+from autotune.nccl_log_types import NcclLog
 from model.machine import Machine
-from model.nccl.settings import ALGORITHMS, PROTOCOLS, NcclSettings, c_integer, parse_list
+from model.nccl.settings import NcclSettings
 
 #: variables whose effect on an all-reduce the selector knows
 MODELLED = (
@@ -35,17 +31,6 @@ MODELLED = (
 )  # fmt: skip
 #: what describes or restricts the host rather than tunes it
 _HOST = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_NVLS_ENABLE")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """A communicator with the settings it was made under."""
-
-    process: ProcessLog
-    comm: CommLog
-    scene: Scene | str
-    environment: Mapping[str, str]
-    sizes: tuple[int, ...]
 
 
 def judge_log(
@@ -60,7 +45,7 @@ def judge_log(
     ``sizes`` (bytes) replace those that the log shows.
     """
     asked = dict(expected or {})
-    stages = tuple(_stages(log, machine, tuple(sizes)))
+    stages = tuple(stages_of(log, machine, tuple(sizes)))
     names = list(asked) + [name for name in environment_read(log) if name not in asked]
     knobs = tuple(_judge(log, stages, name, asked) for name in names)
     tuned = [name for name in names if name in MODELLED and (name in asked or name not in _HOST)]
@@ -80,31 +65,8 @@ def judge_log(
         knobs=knobs,
         together=together,
         suggestions=offers,
-        notes=tuple(_notes(log, stages)),
+        notes=tuple(notes(log, stages)),
     )
-
-
-def _stages(log: NcclLog, machine: Machine | None, sizes: tuple[int, ...]) -> Iterator[Stage]:
-    """One stage per communicator, from the rank that logs the choices (else any)."""
-    seen: set[str] = set()
-    processes = sorted(workers(log), key=lambda p: (not p.choices, min(p.ranks, default=1 << 30)))
-    for process in processes:
-        for index, comm in enumerate(process.comms):
-            key = comm.comm_id or f"{process.host}:{process.pid}:{comm.comm}"
-            if key in seen or (comm.num_ranks or 0) < 2:
-                continue
-            seen.add(key)
-            own = sorted(
-                {c.size_bytes for c in process.choices
-                 if c.comm == index and c.function in ("AllReduce", "unknown")}
-            )  # fmt: skip
-            yield Stage(
-                process=process,
-                comm=comm,
-                scene=scene_of_log(log, process, comm, machine),
-                environment=process.environment,
-                sizes=sizes or tuple(own) or DEFAULT_SIZES,
-            )
 
 
 def _judge(
@@ -117,95 +79,68 @@ def _judge(
     def verdict(kind: str, reason: str, **more: object) -> KnobVerdict:
         return KnobVerdict(**{**common, "verdict": kind, "reason": reason, **more})  # type: ignore[arg-type]
 
-    if name in SILENT:
-        shown = "a log exists" if name == "NCCL_DEBUG" else "NCCL never prints it"
-        return verdict("effective" if name == "NCCL_DEBUG" else "unknown", shown)
     if not name.startswith("NCCL_"):
-        return verdict("unknown", "not NCCL's: read each worker's environment (`-- CMD --run`)")
-    if not workers(log):
-        return verdict("unknown", "the log holds no line of a process")
-    off = next((n for n in ("NCCL_P2P_DISABLE",) if _is_one(environment_read(log), n)), None)
-    if name == "NCCL_P2P_LEVEL" and off is not None and len(reads.missing) == len(workers(log)):
-        where = reads_of(log, off).evidence
+        return verdict("unknown", _foreign(name))
+    problem = _problem(log, name, asked, reads)
+    if problem is not None:
         return verdict(
-            "inert", "NCCL_P2P_DISABLE=1: with peer-to-peer off NCCL never looks at the level; all "
-            "traffic goes through host memory", evidence=where,
+            problem.verdict, problem.reason, lost_at=problem.lost_at,
+            **({} if problem.evidence is None else {"evidence": problem.evidence}),
         )  # fmt: skip
-    if asked is not None:
-        problem = _absent(log, name, asked)
-        if problem is not None:
-            return verdict(*problem)
-    denied = _denied_by_choices(log, name)
-    if denied is not None:
-        return verdict("not effective", *denied[:1], evidence=denied[1])
+    bypassed = _bypassed(stages, name)
+    if bypassed is not None:
+        return verdict("inert", bypassed[0], evidence=bypassed[1])
     if name not in MODELLED:
         return verdict("unknown", "read by NCCL; what it does to an all-reduce is not modelled")
     return _matters(stages, name, verdict)
 
 
-def _is_one(environment: Mapping[str, str], name: str) -> bool:
-    return c_integer(environment.get(name, "0")) == 1
+def _problem(log: NcclLog, name: str, asked: str | None, reads: Reads) -> Absence | None:
+    """What decides without a look at what NCCL chooses, or None."""
+    if name in SILENT and not reads.found:
+        return unprinted(log, name, asked)
+    if not log.processes:
+        return Absence(verdict="unknown", reason=nothing_in(log))
+    off = level_off(log, environment_read(log), reads)
+    if off is not None:
+        return off
+    if asked is not None:
+        problem = absent(log, name, asked)
+        if problem is not None:
+            if problem.verdict != "unknown":
+                return problem
+            # what ran may contradict a value even where nothing says that it arrived
+            return denied(log, name, asked) or problem
+    return denied(log, name)
 
 
-def _absent(log: NcclLog, name: str, asked: str) -> tuple[str, str] | None:
-    """Verdict and reason where not every worker read the asked value, or None."""
-    reads = reads_of(log, name)
-    others = reads.other_than(asked)
-    if others:
-        process, read = others[0]
-        return "not effective", (
-            f"{label(process)} read {read.value}, not {asked}"
-            + (f"; {len(others)} of {len(workers(log))} workers" if len(others) > 1 else "")
-            + ": set again by a launcher, a server or a configuration file"
-        )
-    if not reads.missing:
+def _foreign(name: str) -> str:
+    near = nearest(name) if name.upper().startswith("NCCL") else None
+    if near is not None:
+        return f"NCCL reads no {name}: did you mean {near}?"
+    return "not NCCL's, so its log does not show it: read the workers' environment (`-- CMD --run`)"
+
+
+#: what a symmetric-memory kernel does not read
+_BYPASSED = frozenset({"NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_LL128_NTHREADS",
+                       "NCCL_BUFFSIZE", "NCCL_THREAD_THRESHOLDS"})  # fmt: skip
+
+
+def _bypassed(stages: Sequence[Stage], name: str) -> tuple[str, tuple[str, ...]] | None:
+    """Why a variable reaches no logged all-reduce: all ran symmetric-memory kernels."""
+    ran = [
+        choice
+        for stage in stages
+        for choice in stage.process.choices
+        if choice.function in ("AllReduce", "unknown")
+    ]
+    if name not in _BYPASSED or not ran or any(c.algo != "SYMMETRIC" for c in ran):
         return None
-    blind = [process for process in reads.missing if env_logged(process) is None]
-    if len(blind) == len(reads.missing):
-        contradicted = _denied_by_choices(log, name, asked)
-        if contradicted is not None:
-            return "not effective", contradicted[0]
-        return "unknown", (
-            "no \"set by environment\" line at all in the log of "
-            f"{', '.join(label(p) for p in blind[:4])}: add ENV to NCCL_DEBUG_SUBSYS"
-        )  # fmt: skip
-    who = ", ".join(label(process) for process in reads.missing[:4])
-    return "not effective", (
-        f"{len(reads.missing)} of {len(workers(log))} workers never read it ({who}): NCCL prints "
-        f"\"{name} set by environment\" for each variable it finds, and there is no such line"
-    )  # fmt: skip
-
-
-def _denied_by_choices(
-    log: NcclLog, name: str, asked: str | None = None
-) -> tuple[str, tuple[str, ...]] | None:
-    """A logged choice that the list in NCCL_ALGO or NCCL_PROTO forbids: reason and line."""
-    elements = {"NCCL_ALGO": ALGORITHMS, "NCCL_PROTO": PROTOCOLS}.get(name)
-    if elements is None:
-        return None
-    for process in workers(log):
-        text = asked if asked is not None else process.environment.get(name)
-        if text is None:
-            continue
-        try:
-            listed = parse_list(name, text, elements)
-        except ValueError as error:
-            return f"NCCL refuses it and makes no communicator: {error}", ()
-        if listed is None:
-            continue
-        allowed = {e.lower() for e, on in zip(elements, listed, strict=True) if on}
-        for choice in process.choices:
-            ran = choice.algo if name == "NCCL_ALGO" else choice.proto
-            if choice.function != "AllReduce" or choice.algo == "SYMMETRIC":
-                continue
-            if ran.lower().replace("_", "") not in allowed:
-                return (
-                    f"{label(process)} ran {choice.algo}/{choice.proto} for {choice.size_bytes} "
-                    f"bytes, which {name}={text} forbids: a tuner plugin or another library "
-                    "decides",
-                    (str(choice.evidence),),
-                )
-    return None
+    return (
+        f"all {len(ran)} logged sizes run a symmetric-memory kernel ({ran[0].proto}), which does "
+        "not read it",
+        (str(ran[0].evidence),),
+    )
 
 
 def _matters(
@@ -271,29 +206,3 @@ def _summary(stage: Stage) -> CommSummary:
         choices=tuple(choices),
         evidence=str(comm.evidence),
     )
-
-
-def _notes(log: NcclLog, stages: Sequence[Stage]) -> Iterator[str]:
-    ranks = {rank for process in workers(log) for rank in process.ranks}
-    for stage in stages[:1]:
-        total = stage.comm.num_ranks or 0
-        if len(ranks) < total:
-            missing = sorted(set(range(total)) - ranks)
-            yield (
-                f"{len(ranks)} of {total} ranks wrote a log (missing: "
-                f"{', '.join(map(str, missing[:8]))}); NCCL_DEBUG_FILE needs %p"
-            )
-    for stage in stages:
-        if isinstance(stage.scene, str):
-            yield f"effects by size are not predicted: {stage.scene}"
-        elif stage.scene.machine is None:
-            yield "no known machine gives this communicator: pass --machine to predict times"
-        if stage.comm.tuner is not None:
-            yield f"tuner plugin {stage.comm.tuner} is loaded and may override the choice"
-    if len(stages) > 1:
-        yield f"{len(stages)} communicators: a server has one of torch's and one of its own"
-    if len(log.versions) > 1:
-        yield f"several NCCL versions in one run: {', '.join(log.versions)}"
-    for process in log.processes:
-        for warning in process.warnings[:20]:
-            yield f"{warning.text} ({warning.evidence})"

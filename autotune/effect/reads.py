@@ -4,11 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.nccl_log_types import EnvRead, NcclLog, ProcessLog
+from model.nccl.paths import OLD_LEVELS, PATH_RANK, SYS
 from model.nccl.settings import c_integer
 
 #: variables that NCCL never prints in the form "set by environment"
-SILENT = frozenset({"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE", "NCCL_CONF_FILE",
-                    "NCCL_TUNER_CONFIG_FILE", "NCCL_SET_THREAD_NAME"})  # fmt: skip
+SILENT = frozenset(
+    {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE", "NCCL_DEBUG_TIMESTAMP_FORMAT",
+     "NCCL_DEBUG_TIMESTAMP_LEVELS", "NCCL_CONF_FILE", "NCCL_SET_THREAD_NAME", "NCCL_NO_CACHE",
+     "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_PROXY_PROFILE", "NCCL_RAS_ADDR", "NCCL_CUDA_PATH",
+     "NCCL_WARN_ENABLE_DEBUG_INFO"}
+)  # fmt: skip
+#: words that NCCL_P2P_LEVEL takes, in this spelling only
+P2P_LEVELS = tuple(name for name, rank in PATH_RANK.items() if rank <= SYS)
 #: variables whose words NCCL compares without regard to case
 _CASELESS = frozenset({"NCCL_ALGO", "NCCL_PROTO"})
 
@@ -20,9 +27,13 @@ def workers(log: NcclLog) -> tuple[ProcessLog, ...]:
 
 
 def label(process: ProcessLog) -> str:
-    """ "rank 3 (pid 412)"."""
-    ranks = sorted(set(process.ranks))
-    who = f"rank {','.join(map(str, ranks))}" if ranks else "a process"
+    """ "rank 3 (pid 412)": its rank in its largest communicator."""
+    main = max(
+        (comm for comm in process.comms if comm.rank is not None),
+        key=lambda comm: comm.num_ranks or 0,
+        default=None,
+    )
+    who = "a process" if main is None else f"rank {main.rank}"
     return f"{who} (pid {process.pid})" if process.pid is not None else who
 
 
@@ -32,6 +43,11 @@ def same_value(name: str, asked: str, read: str) -> bool:
         return True
     if name in _CASELESS:
         return asked.lower() == read.lower()
+    if name == "NCCL_P2P_LEVEL" and asked[:1].isdigit():
+        # an old number: NCCL prints the word that it stands for
+        return read == OLD_LEVELS[min(c_integer(asked), len(OLD_LEVELS) - 1)]
+    if name == "NCCL_TUNER_PLUGIN" and read.endswith(".so"):
+        return asked == read or f"libnccl-tuner-{asked}.so" == read.rpartition("/")[2]
     plain = asked.strip().lstrip("+-").isalnum() and read.strip().lstrip("+-").isalnum()
     digits = asked.strip()[:1].isdigit() and read.strip()[:1].isdigit()
     return plain and digits and c_integer(asked) == c_integer(read)
@@ -55,6 +71,10 @@ class Reads:
     def evidence(self) -> tuple[str, ...]:
         """The line of each worker."""
         return tuple(str(read.evidence) for _, read in self.found)
+
+    def differs(self, asked: str, read: str) -> bool:
+        """Whether NCCL makes something else of what it read."""
+        return not same_value(self.name, asked, read)
 
     def other_than(self, asked: str) -> tuple[tuple[ProcessLog, EnvRead], ...]:
         """Workers that read another value."""

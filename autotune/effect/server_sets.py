@@ -61,6 +61,24 @@ def overwritten(engine: str, command: Command, env: Mapping[str, str]) -> Iterat
             )
 
 
+#: (variable, value) -> the server's option that sets it, where no user is likely to
+_SETTERS = {
+    ("NCCL_ALGO", "allreduce:tree"): "SGLang's --enable-deterministic-inference sets this value",
+    ("NCCL_ALGO", "ring,tree;allreduce:tree"): "vLLM's batch-invariant mode sets this value",
+    ("NCCL_PROTO", "Simple"): "vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT=1), a launcher or "
+    "a configuration file sets this value",
+    ("NCCL_CUMEM_ENABLE", "1"): "SGLang's --enable-symm-mem sets this value",
+    ("NCCL_CUMEM_ENABLE", "0"): "SGLang and vLLM set it to 0 where it is unset when they start",
+    ("NCCL_NVLS_ENABLE", "1"): "SGLang's --enable-nccl-nvls and --enable-symm-mem set this value",
+    ("NCCL_NVLS_ENABLE", "0"): "SGLang sets it to 0 where it is unset when it starts",
+}
+
+
+def setter_of(name: str, value: str) -> str | None:
+    """Which server's option is known to set a variable to a value that nobody asked for."""
+    return _SETTERS.get((name, value.lower() if name == "NCCL_ALGO" else value))
+
+
 def _sglang(command: Command, env: Mapping[str, str]) -> dict[str, str]:
     symmetric = command.has("--enable-symm-mem")
     found = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_MODULE_LOADING": "AUTO"}

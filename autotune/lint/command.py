@@ -6,26 +6,21 @@ the options alone.
 
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.errors import UserError
+from autotune.lint.containers import yaml_environment
 from autotune.lint.flags import SGLANG_ALIASES, VLLM_ALIASES, Resolved, resolve_option
+from autotune.lint.programs import program_index
+from autotune.lint.shell import ASSIGNMENT, Shell, statements
 from autotune.lint.versions import Version
 
 ENGINES = ("sglang", "vllm", "engine")
-_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _NUMBER = re.compile(r"-\d+(\.\d+)?$")
 #: vLLM options that take no value: the next bare word is the model
 _SWITCH = re.compile(r"--(no-)?(enable|disable|enforce|trust|async|skip|use|return)-")
-#: the word after which a server's own words begin
-_PROGRAMS = {
-    "sglang": re.compile(r"(sglang\.launch_server|launch_server(\.py)?|sglang)$"),
-    "vllm": re.compile(r"(vllm|(.*/)?vllm|vllm\.entrypoints\..*)$"),
-    "engine": re.compile(r"(engine|(.*/)?engine)$"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,29 +89,24 @@ class Command:
         return self.configs.get(name, {})
 
 
-def split_words(text: str, what: str) -> list[str]:
-    """Shell words; raises ``UserError`` for an open quote."""
-    try:
-        return shlex.split(text.replace("\\\n", " "), comments=False)
-    except ValueError as error:
-        raise UserError(f"{what}: {error}; quote it as for a shell") from None
-
-
 def parse_env(text: str) -> dict[str, str]:
-    """ "NAME=VALUE NAME=VALUE" (also ``export``, ``;``, ``&&``, one a line) -> mapping.
+    """Variables of a text -> mapping.
 
-    Raises ``UserError`` naming a word that is no assignment.
+    Takes words, lines, ``export`` lines, files with comments, and YAML's ``NAME: value`` or name
+    and value pairs. Raises ``UserError`` naming a word that is no assignment.
     """
-    found: dict[str, str] = {}
-    for word in split_words(text, "--env"):
-        word = word.rstrip(";")
-        if word in ("export", "env", "&&", ""):
-            continue
-        if _ASSIGNMENT.match(word) is None:
-            raise UserError(f"--env: {word!r} is no NAME=VALUE")
-        name, _, value = word.partition("=")
-        found[name] = value
-    return found
+    listed = yaml_environment(text)
+    if listed is not None:
+        return listed
+    shell = Shell(export_all=True)
+    for statement in statements(text, shell, "--env", listing=True):
+        for word in statement.words:
+            match = ASSIGNMENT.match(word)
+            if match is not None:
+                shell.assign(match[1], match[2])
+            elif word not in ("env", "-e", "--env"):
+                raise UserError(f"--env: {word!r} is no NAME=VALUE")
+    return shell.exported
 
 
 def parse_command(
@@ -181,22 +171,16 @@ def _is_option(word: str) -> bool:
 
 def _program(engine: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Variables in front, and the words after the program (and its "serve")."""
-    env: dict[str, str] = {}
-    pattern = _PROGRAMS[engine]
-    start = 0
-    for index, word in enumerate(words):
-        if pattern.match(word) and not (index and words[index - 1].startswith("--")):
-            start = index + 1
-            break
-    else:
-        while start < len(words) and _ASSIGNMENT.match(words[start]) and words[start][0] != "-":
+    index = program_index(engine, words)
+    start = 0 if index is None else index + 1
+    if index is None:
+        while start < len(words) and ASSIGNMENT.match(words[start]) and engine != "engine":
             start += 1
+    env = {}
     for word in words[:start]:
-        if _ASSIGNMENT.match(word) and (engine != "engine" or word.split("=")[0].isupper()):
-            name, _, value = word.partition("=")
-            env[name] = value
-    if engine == "engine" and not env:
-        start = start if any(pattern.match(word) for word in words[:start]) else 0
+        match = ASSIGNMENT.match(word)
+        if match is not None and (engine != "engine" or match[1].isupper()):
+            env[match[1]] = match[2]
     rest = words[start:]
     if rest and rest[0] in ("serve", "generate", "bench"):
         rest = rest[1:]

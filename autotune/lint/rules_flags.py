@@ -64,9 +64,14 @@ def ambiguous_option(setup: Setup) -> Iterator[Hit]:
 
 @rule("flag-unknown", _WHEELS, "sglang", "vllm")
 def unknown_option(setup: Setup) -> Iterator[Hit]:
-    """An option of no release that was read."""
+    """An option of no release that was read; one of a user's own script may be the script's."""
+    if setup.pasted.program is not None:
+        return
     for item in _odd(setup, "unknown"):
         near = f"did you mean {item.others[0]}?" if item.others else "drop it"
+        if " " in item.name:
+            words = ", ".join(f'"{word}"' for word in item.name.split())
+            near = f"one word each: {words} (this is a single word with a blank in it)"
         yield error(
             item.name,
             f"{_NAMES[setup.engine]} {_shown(setup)} has no option {item.name}: the server exits "
@@ -131,42 +136,4 @@ def repeated_option(setup: Setup) -> Iterator[Hit]:
                 f"given {count} times ({', '.join(' '.join(o.values) for o in mine)}): only the "
                 f"last, {' '.join(mine[-1].values)}, counts",
                 "keep one",
-            )
-
-
-#: variables whose misspelling NCCL would ignore in silence
-_NCCL_VARIABLES = (
-    "NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS",
-    "NCCL_MAX_CTAS", "NCCL_NTHREADS", "NCCL_LL128_NTHREADS", "NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE",
-    "NCCL_LL128_BUFFSIZE", "NCCL_THREAD_THRESHOLDS", "NCCL_P2P_LEVEL", "NCCL_P2P_DISABLE",
-    "NCCL_SHM_DISABLE", "NCCL_SHM_LOCALITY", "NCCL_SHM_USE_CUDA_MEMCPY", "NCCL_NVLS_ENABLE",
-    "NCCL_CUMEM_ENABLE", "NCCL_CUMEM_HOST_ENABLE", "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS",
-    "NCCL_DEBUG_FILE", "NCCL_CONF_FILE", "NCCL_GRAPH_FILE", "NCCL_TOPO_FILE", "NCCL_TUNER_PLUGIN",
-    "NCCL_TUNER_CONFIG_FILE", "NCCL_PROFILER_PLUGIN", "NCCL_ENV_PLUGIN", "NCCL_NET",
-    "NCCL_NET_PLUGIN",
-    "NCCL_NET_GDR_LEVEL", "NCCL_NET_DISABLE_INTRA", "NCCL_IB_DISABLE", "NCCL_IB_HCA",
-    "NCCL_SOCKET_IFNAME", "NCCL_CROSS_NIC", "NCCL_CHECKS_DISABLE", "NCCL_LAUNCH_MODE",
-    "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_GRAPH_REGISTER", "NCCL_P2P_READ_ENABLE", "NCCL_NO_CACHE",
-    "NCCL_COLLNET_ENABLE", "NCCL_HOSTID", "NCCL_IGNORE_CPU_AFFINITY", "NCCL_BLOCKING_WAIT",
-    "NCCL_ASYNC_ERROR_HANDLING", "NCCL_MNNVL_ENABLE", "NCCL_P2P_NET_CHUNKSIZE", "NCCL_RAS_ENABLE",
-    "NCCL_MIN_NRINGS", "NCCL_MAX_NRINGS", "NCCL_P2P_PCI_CHUNKSIZE", "NCCL_P2P_NVL_CHUNKSIZE",
-    "NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_NCHANNELS_PER_NET_PEER",
-    "NCCL_SET_THREAD_NAME", "NCCL_IB_GID_INDEX", "NCCL_IB_TIMEOUT", "NCCL_IB_QPS_PER_CONNECTION",
-    "NCCL_WORK_FIFO_BYTES", "NCCL_COMM_BLOCKING", "NCCL_DMABUF_ENABLE", "NCCL_WIN_ENABLE",
-    "NCCL_SYM_CTAS", "NCCL_NVLS_NCHANNELS", "NCCL_LOCAL_REGISTER", "NCCL_PXN_DISABLE",
-)  # fmt: skip
-
-
-@rule("env-misspelt", "NCCL reads what it knows and ignores every other name in silence")
-def misspelt_variable(setup: Setup) -> Iterator[Hit]:
-    """A name close to a variable that exists: nobody ever reads it."""
-    for name, value in setup.env.items():
-        if not name.startswith("NCCL_") or name in _NCCL_VARIABLES:
-            continue
-        near = get_close_matches(name, _NCCL_VARIABLES, n=1, cutoff=0.8)
-        if near:
-            yield warning(
-                f"{name}={value}",
-                f"NCCL knows no {name} and ignores it without a word",
-                f"did you mean {near[0]}?",
             )

@@ -35,14 +35,35 @@ def graphs_turned_off(setup: Setup) -> Iterator[Hit]:
         subjects.append(f"cudagraph_mode {mode}")
     spec = setup.speculation is not None
     forwards = "verify and draft" if spec else "decode"
+    moot = _graph_options(setup)
+    useless = f"; {', '.join(moot)} then {'says' if len(moot) == 1 else 'say'} nothing"
     for subject in subjects:
         yield warning(
             subject,
             f"every {forwards} forward is launched kernel by kernel: "
             "the step is bound by the host (measured: the same step of 61 layers takes 18 or 29 ms "
-            f"from run to run, 8 ms in a graph){', and speculation adds launches' if spec else ''}",
+            f"from run to run, 8 ms in a graph){', and speculation adds launches' if spec else ''}"
+            f"{useless if moot else ''}",
             "leave CUDA graphs on",
         )
+
+
+def _graph_options(setup: Setup) -> list[str]:
+    """Options that choose sizes or modes of graphs, as written."""
+    config = setup.command.config("--compilation-config")
+    mode = str(config.get("cudagraph_mode", "NONE")).upper()
+    found = [
+        option.text
+        for option in setup.command.options
+        if option.name
+        in (*_DECODE_LIMITS, *_DECODE_SIZES, "--cudagraph-capture-sizes",
+            "--max-cudagraph-capture-size")
+    ]  # fmt: skip
+    if mode not in ("NONE", "0"):
+        found.append(f"cudagraph_mode {mode}")
+    return found + [
+        key for key in ("cudagraph_capture_sizes", "max_cudagraph_capture_size") if key in config
+    ]
 
 
 @rule(

@@ -1,23 +1,13 @@
-"""Settings that this host decides: peer-to-peer, custom all-reduce, fusions, and predicted effects.
-
-With a machine file NCCL's own choice is computed with and without each variable.
-"""
+"""Settings that this host decides: peer-to-peer, custom all-reduce, fusions, number of ranks."""
 
 from collections.abc import Iterator
 
 from autotune.lint.findings import Hit, error, info, rule, warning
+from autotune.lint.nccl_effects import forward_cost
 from autotune.lint.setup import Setup
 from model.nccl.settings import NcclSettings, c_integer
 
 _P2P_REPORTS = "local-inference-lab/rtx6kpro#15, vllm-project/vllm#33041"
-#: variables whose effect on an all-reduce the selector knows
-_MODELLED = (
-    "NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS",
-    "NCCL_MAX_CTAS", "NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_LL128_NTHREADS",
-    "NCCL_THREAD_THRESHOLDS", "NCCL_P2P_LEVEL", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE",
-)  # fmt: skip
-#: the prefill chunk that both servers reduce at once
-_PREFILL_TOKENS = 2048
 
 
 def _p2p_reach(setup: Setup) -> str | None:
@@ -158,129 +148,10 @@ def pcie_allreduce(setup: Setup) -> Iterator[Hit]:
         yield info(
             name,
             f"{tp} GPUs without NVLink: the custom all-reduce refuses them and every reduction "
-            f"goes through NCCL{_cost(setup)}. The opt-in PCIe all-reduce was measured at 5.3 us "
-            "against 205 us for 12 KiB on one 8-GPU host",
+            f"goes through NCCL{forward_cost(setup)}. The opt-in PCIe all-reduce was measured at "
+            "5.3 us against 205 us for 12 KiB on one 8-GPU host",
             f"try {name}=1 with a decode-sized workspace, and compare",
         )
-
-
-def _cost(setup: Setup) -> str:
-    """Predicted all-reduce time of a verify, as a clause; empty where it is not known."""
-    size = setup.message_bytes(max(setup.concurrency or 1, 1) * setup.verify_tokens)
-    if size is None or setup.target is None or setup.machine is None:
-        return ""
-    scene = _scene(setup)
-    if scene is None:
-        return ""
-    try:
-        ours = NcclSettings.from_env(setup.env)
-        (effect,) = scene.compare(ours, ours, [size])
-    except ValueError:
-        return ""
-    calls = 2 * setup.target.layers
-    total = calls * (effect.present_us or 0.0) / 1e3
-    return f" (predicted {effect.present_us:.0f} us x {calls} calls = {total:.1f} ms a forward)"
-
-
-def _scene(setup: Setup):  # type: ignore[no-untyped-def]
-    """The communicator of this machine, or None where the model cannot tell."""
-    from autotune.effect.scene import scene_of_machine
-
-    machine, version = setup.machine, setup.nccl_version
-    if machine is None or machine.gpu is None or (setup.tp or 0) < 2:
-        return None
-    try:
-        known = version or machine.software.nccl_version
-        if known is None:
-            return None
-        return scene_of_machine(machine, min(setup.tp or 0, machine.gpu.count), known)
-    except ValueError:
-        return None
-
-
-@rule("nccl-inert", "servers.md C.5; rtx6kpro communicators 2026-05-07; the H200 recordings")
-def no_effect_here(setup: Setup) -> Iterator[Hit]:
-    """A variable without which NCCL would do the very same at every size of decoding."""
-    for name, effects in _effects(setup):
-        decoding = effects[:-1] if setup.target is not None else effects
-        if any(effect.outcome != "inert" for effect in decoding):
-            continue
-        from autotune.effect.by_size import size_text
-
-        first, last = decoding[0], decoding[-1]
-        runs = first.present
-        if last.present != first.present:
-            runs += f" ... {last.present}"
-        prefill = "" if effects[-1].outcome == "inert" else "; a prefill chunk differs, see below"
-        yield warning(
-            f"{name}={setup.env[name]}",
-            f"inert on {setup.machine.name if setup.machine else ''}: without it NCCL runs the "
-            f"same kernels from {size_text(first.size_bytes)} to {size_text(last.size_bytes)} "
-            f"({runs}){prefill}",
-            "drop it; it cannot explain a difference in decoding",
-        )
-
-
-@rule("nccl-harms", "the H200 recordings: forced LL made a 64-token step 33 % slower")
-def harm_at_some_sizes(setup: Setup) -> Iterator[Hit]:
-    """A variable that is predicted to cost time at sizes in use."""
-    for name, effects in _effects(setup):
-        outcomes = {effect.outcome for effect in effects}
-        if outcomes & {"harms", "fails"}:
-            from autotune.effect.ranges import sizes_in_words
-
-            by_size = "set it by size with a tuner file (NCCL_TUNER_CONFIG_FILE)"
-            yield warning(
-                f"{name}={setup.env[name]}",
-                f"predicted on {setup.machine.name if setup.machine else ''}: "
-                f"{sizes_in_words(effects)}",
-                f"it helps small messages only: {by_size}" if "helps" in outcomes else "drop it",
-            )
-
-
-@rule("nccl-changes", "the selector and the all-reduce model (model/nccl, model/allreduce)")
-def helps_or_unclear(setup: Setup) -> Iterator[Hit]:
-    """A variable that changes what NCCL runs, and is not predicted to cost anything."""
-    for name, effects in _effects(setup):
-        outcomes = {effect.outcome for effect in effects}
-        if outcomes & {"helps", "unclear"} and not outcomes & {"harms", "fails"}:
-            from autotune.effect.ranges import sizes_in_words
-
-            yield info(
-                f"{name}={setup.env[name]}",
-                f"predicted on {setup.machine.name if setup.machine else ''}: "
-                f"{sizes_in_words(effects)}",
-                "measure it: `autotune probe` needs no model",
-            )
-
-
-def _effects(setup: Setup):  # type: ignore[no-untyped-def]
-    """(variable, effects by size) of every modelled variable that is set."""
-    asked = [name for name in _MODELLED if name in setup.env]
-    scene = _scene(setup) if asked else None
-    if scene is None:
-        return
-    from autotune.effect.by_size import DEFAULT_SIZES
-
-    sizes = _sizes(setup) or DEFAULT_SIZES
-    try:
-        ours = NcclSettings.from_env(setup.env)
-        for name in asked:
-            other = {key: value for key, value in setup.env.items() if key != name}
-            yield name, scene.compare(ours, NcclSettings.from_env(other), sizes)
-    except ValueError:
-        # another rule names what NCCL refuses
-        return
-
-
-def _sizes(setup: Setup) -> tuple[int, ...]:
-    """All-reduce sizes of this load: one token, a verify, the full batch, a prefill chunk."""
-    if setup.target is None:
-        return ()
-    width = setup.verify_tokens
-    batch = max(setup.concurrency or 1, 1)
-    tokens = sorted({1, width, 4 * width, batch * width, _PREFILL_TOKENS})
-    return tuple(token * setup.target.hidden * 2 for token in tokens)
 
 
 _FUSIONS = {

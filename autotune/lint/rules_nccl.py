@@ -32,6 +32,20 @@ def protocols(setup: Setup) -> tuple[bool, bool, bool]:
     return on[0], on[1], on[2]
 
 
+def settled(setup: Setup) -> frozenset[str]:
+    """Variables that the rules of this file already call inert or unread, without a machine."""
+    names = {hit.subject.split("=")[0] for hit in buffer_of_another_protocol(setup)}
+    if any(True for _ in unknown_level(setup)) or any(True for _ in level_without_p2p(setup)):
+        names.add("NCCL_P2P_LEVEL")
+    if "NCCL_NTHREADS" in setup.env and not _threads_valid(c_integer(setup.env["NCCL_NTHREADS"])):
+        names.add("NCCL_NTHREADS")
+    return frozenset(names)
+
+
+def _threads_valid(threads: int) -> bool:
+    return threads % 32 == 0 and 64 <= threads <= 512
+
+
 @rule("nccl-list-invalid", _NCCL)
 def refused_list(setup: Setup) -> Iterator[Hit]:
     """Words that NCCL refuses: the communicator is not made."""
@@ -215,14 +229,14 @@ def thread_count(setup: Setup) -> Iterator[Hit]:
         return
     threads = c_integer(text)
     ll, _, simple = protocols(setup)
-    if threads % 32 or not 64 <= threads <= 512:
+    if not _threads_valid(threads):
         yield warning(
             f"NCCL_NTHREADS={text}",
             f"{threads} is no multiple of 32 between 64 and 512: NCCL warns and takes another "
             "value",
             "write 64, 128, 256 or 512",
         )
-    elif threads == 512:
+    elif threads == 512 and setup.nccl_effects is None:
         simple_note = (
             "; a ring of Simple on slow links (12 GB/s or less) takes 256" if simple else ""
         )
@@ -293,15 +307,4 @@ def debug_without_tuning(setup: Setup) -> Iterator[Hit]:
             f"{', '.join(missing)} not among the subsystems (default INIT,ENV): the log will not "
             "show algorithm, protocol and channels per message size",
             "NCCL_DEBUG_SUBSYS=INIT,ENV,GRAPH,TUNING",
-        )
-
-
-@rule("nccl-conf-file", f"{_NCCL}: NCCL_CONF_FILE exists since 2.23")
-def conf_file_too_old(setup: Setup) -> Iterator[Hit]:
-    """A configuration file that this NCCL never opens."""
-    if "NCCL_CONF_FILE" in setup.env and setup.nccl_before("2.23") is True:
-        yield error(
-            f"NCCL_CONF_FILE={setup.env['NCCL_CONF_FILE']}",
-            f"NCCL {setup.nccl_version} is older than 2.23 and ignores it",
-            "use ~/.nccl.conf, or set the variables",
         )

@@ -26,18 +26,13 @@ def lost_to_the_server(setup: Setup) -> Iterator[Hit]:
 )
 def lost_on_the_way(setup: Setup) -> Iterator[Hit]:
     """A wrapper in front of the server drops the environment."""
-    if not setup.line or not setup.env:
-        return
-    from autotune.effect.launch import read_launch
-
-    lost = read_launch(setup.line, setup.env).lost
     by_wrapper: dict[str, list[str]] = {}
-    for name, wrapper in lost.items():
-        if name.startswith(("NCCL_", "CUDA_", "SGLANG_", "VLLM_")) and "overwritten" not in wrapper:
+    for name, wrapper in setup.lost.items():
+        if name.startswith(("NCCL_", "CUDA_", "SGLANG_", "VLLM_")):
             by_wrapper.setdefault(wrapper, []).append(name)
     for wrapper, names in by_wrapper.items():
         yield error(
-            ", ".join(f"{name}={setup.env[name]}" for name in sorted(names) if name in setup.env),
+            ", ".join(sorted(names)),
             f"not effective: dropped by {wrapper}, the server never sees it",
             "hand it on (sudo -E, docker run -e NAME, env without -i), or put NCCL's into "
             "/etc/nccl.conf where the server runs",

@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.lint.command import Command, parse_command, parse_env, split_words
+from autotune.lint.arrival import server_environment
+from autotune.lint.command import ENGINES, Command, parse_command, parse_env
 from autotune.lint.findings import RULES, SEVERITIES, Finding
 from autotune.lint.log_facts import LogFacts, read_log
 from autotune.lint.log_signatures import SIGNATURES
+from autotune.lint.pasted import read_pasted
 from autotune.lint.setup import Setup
 from autotune.lint.speculation import resolve
 from autotune.lint.versions import parse_version, pinned_nccl
 
 _RULE_MODULES = (
-    "rules_flags",
-    "rules_nccl", "rules_host", "rules_tree", "rules_draft", "rules_graphs", "rules_attention",
-    "rules_overrides", "rules_log", "rules_model", "rules_nccl_log",
+    "rules_flags", "rules_values", "rules_launch", "rules_variables",
+    "rules_nccl", "rules_host", "rules_effects", "rules_tree", "rules_draft",
+    "rules_graphs", "rules_attention", "rules_overrides", "rules_log", "rules_model",
+    "rules_nccl_log",
 )  # fmt: skip
 _ROOT = Path(__file__).parents[2]
 
@@ -59,19 +62,23 @@ def lint(request: Request) -> list[Finding]:
 
 def make_setup(request: Request) -> Setup:
     """Everything that the rules may ask. Raises ``UserError``."""
+    if request.engine not in ENGINES:
+        raise UserError(f"unknown engine {request.engine!r}; known: {', '.join(ENGINES)}")
     log = read_log(request.logs) if request.logs else None
-    version_text = request.version or (log.version if log is not None else None)
+    outer = parse_env(request.env)
+    pasted = read_pasted(request.engine, request.args, outer)
+    version_text = request.version or (log.version if log is not None else None) or pasted.version
     version = None if version_text is None else parse_version(version_text)
-    words = split_words(request.args, "--args")
+    words = list(pasted.words)
     if request.engine == "engine":
         from autotune.lint.engine_setup import engine_setup
 
         return engine_setup(request, words, log)
-    command, env = parse_command(request.engine, words, version)
+    command, inline = parse_command(request.engine, words, version)
     if log is not None and not command.options and log.arguments:
         printed, _ = parse_command(request.engine, _as_words(log.arguments), version)
         command = replace(printed, printed=True, odd=())
-    env |= parse_env(request.env)
+    env, lost = server_environment(pasted, outer, inline)
     target_name = request.target or _model_name(command)
     accept_length = request.accept_length
     if accept_length is None and log is not None:
@@ -82,8 +89,9 @@ def make_setup(request: Request) -> Setup:
         engine=request.engine,
         command=command,
         version=version,
-        line=tuple(words),
+        pasted=pasted,
         env=env,
+        lost=lost,
         speculation=resolve(command, target_name),
         machine=machine,
         target=load_target(request.target),

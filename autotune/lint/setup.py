@@ -3,14 +3,17 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from autotune.lint.command import Command
+from autotune.lint.pasted import Pasted
 from autotune.lint.speculation import Speculation
 from autotune.lint.versions import Version, parse_version
 
 if TYPE_CHECKING:
     from autotune.lint.log_facts import LogFacts
+    from autotune.lint.nccl_effects import Effects
     from model.machine import Machine
     from model.shapes import ModelShape
 
@@ -28,9 +31,12 @@ class Setup:
     engine: str
     command: Command
     version: Version | None = None
-    #: the command line as given, wrappers in front included
-    line: tuple[str, ...] = ()
+    #: the text as given, taken apart; empty for our own engine
+    pasted: Pasted = field(default_factory=Pasted)
+    #: what reaches the server
     env: Mapping[str, str] = field(default_factory=dict)
+    #: variables that do not: name -> what drops them
+    lost: Mapping[str, str] = field(default_factory=dict)
     speculation: Speculation | None = None
     machine: "Machine | None" = None
     target: "ModelShape | None" = None
@@ -59,6 +65,39 @@ class Setup:
         if self.command.option(*names) is None:
             return 1 if self.command.options else None
         return self.command.number(*names)
+
+    @property
+    def local_ranks(self) -> int | None:
+        """GPUs that the server takes on this host; None for several hosts or unknown numbers."""
+        if self.tp is None or self.engine == "engine" or not self.command.options:
+            return None
+        hosts = self.command.number("--nnodes") or 1
+        ray = self.command.text("--distributed-executor-backend") == "ray"
+        local = self.command.option("--data-parallel-size-local", "--data-parallel-address")
+        if hosts > 1 or ray or local is not None:
+            return None
+        sizes = [size for _, size in self._parallel()]
+        total = 1
+        for size in sizes:
+            total *= size
+        return total + (self.command.number("--base-gpu-id") or 0)
+
+    def _parallel(self) -> list[tuple[str, int]]:
+        """Kinds of parallelism that multiply the GPUs; DP attention shares those of TP."""
+        command = self.command
+        sizes = [("tensor", self.tp or 1)]
+        for name, kind in (("--pp-size", "pipeline"), ("--pipeline-parallel-size", "pipeline")):
+            sizes.append((kind, command.number(name) or 1))
+        if not command.has("--enable-dp-attention") and command.option("--attn-dp-size") is None:
+            for name in ("--dp-size", "--data-parallel-size"):
+                sizes.append(("data", command.number(name) or 1))
+        return [(kind, size) for kind, size in sizes if size > 1 or kind == "tensor"]
+
+    def ranks_text(self) -> str:
+        """ "tensor 4 x data 2", with the first GPU where it is not 0."""
+        text = " x ".join(f"{kind} {size}" for kind, size in self._parallel())
+        first = self.command.number("--base-gpu-id") or 0
+        return f"{text}, from GPU {first} on" if first else text
 
     @property
     def server_limit(self) -> int | None:
@@ -120,6 +159,13 @@ class Setup:
         if machine.software.acs_redirect:
             causes.append("ACS redirects peer traffic to the root complex")
         return " and ".join(causes) or None
+
+    @cached_property
+    def nccl_effects(self) -> "Effects | None":
+        """What each NCCL variable changes here; None where that cannot be predicted."""
+        from autotune.lint.nccl_effects import nccl_effects
+
+        return nccl_effects(self)
 
     def message_bytes(self, tokens: int) -> int | None:
         """Bytes of one all-reduce of a forward of ``tokens`` tokens."""

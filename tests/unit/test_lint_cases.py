@@ -68,6 +68,9 @@ def test_a_case_gets_its_findings_each_with_reason_and_fix_and_no_wrong_one(
         assert severity in {finding.severity for finding in findings if finding.id == rule_id}
     for rule_id, subject in case.get("expect_subject", {}).items():
         assert subject in {finding.subject for finding in findings if finding.id == rule_id}
+    inert = [f.subject for f in findings if f.reason.startswith("inert")]
+    said = [name.split("=")[0] for subject in inert for name in subject.split(", ")]
+    assert len(said) == len(set(said)), "one cause, one finding"
     for finding in findings:
         assert finding.subject
         assert len(finding.reason) > 15

@@ -5,16 +5,17 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import UserError
-from autotune.lint.command import parse_command, parse_env, split_words
+from autotune.lint.command import parse_command, parse_env
 from autotune.lint.flags import resolve_option
 from autotune.lint.run import Request, lint
+from autotune.lint.shell import plain_words
 from autotune.lint.speculation import resolve
 from autotune.lint.versions import parse_version, pinned_nccl
 
 
 def command(engine: str, text: str, version: str | None = None):  # type: ignore[no-untyped-def]
     return parse_command(
-        engine, split_words(text, "--args"), None if version is None else parse_version(version)
+        engine, plain_words(text, "--args"), None if version is None else parse_version(version)
     )
 
 

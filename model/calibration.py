@@ -21,7 +21,7 @@ from model.machine import Machine
 
 Array = NDArray[Any]
 
-MODEL_VERSION = 1
+MODEL_VERSION = 2
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -4,7 +4,8 @@
                            slowest transport of (occupancy x handover + stream))
 Data that goes round the ring sees every hop once per turn (the mean); a rank that is slower than
 the others holds all of them up at every step (the slowest): the longer of the two paths counts.
-- fixed: start and end of a captured kernel; Simple has more (barriers, connection state).
+- fixed: start and end of a captured kernel, with a little per channel; Simple has more (barriers,
+  connection state).
 - handover of one hop: path latency + software, times a factor by protocol (LL hands over data with
   its flag; LL128 and Simple need more crossings); the first pass over the data costs up to a share
   ("burst") more, saturating in the bytes it moves. The occupancy is the part of it in which the
@@ -92,6 +93,7 @@ def _nccl_us(design: Design, c: Lookup) -> Array:
         work = work + share * busy
         slowest = np.maximum(slowest, (share > 0) * busy)
     fixed = c("fixed_us") + design.simple * c("simple_fixed_us")
+    fixed = fixed + (design.channels - 1.0) * c("channel_us")
     # a ring turns on itself, so its slowest rank paces every step; in a chain only the pieces
     # after the first queue up at a rank: on its slowest way, and on its way in the other sense
     ring = design.hops * np.maximum(around, slowest)

@@ -20,6 +20,8 @@ def _spec(name: str, unit: str, prior: float, log_sd: float, source: str) -> Con
 NCCL_SPECS = (
     _spec("fixed_us", "us per captured collective", 4.0, 0.35,
           f"{_NOTES}: 3.3 us (8 GPUs, by hops), 3-4 us in a graph"),
+    _spec("channel_us", "us per channel after the first", 0.08, 1.0,
+          "one more block to start, its connections to read and to poll; judged, wide"),
     _spec("simple_fixed_us", "us more per Simple collective", 6.0, 0.6,
           f"{_NCCL}: 11.2 us more than LL over PCIe with 2 hops (base 1.8, 4.7 a hop); 8 x RTX "
           "5090 on EPYC Turin (nccl-tests): 11.7 us more with 14 hops, so that most is not by hop"),

@@ -161,6 +161,7 @@ class _Run:
         helpers = 32 if plan.proto == "Simple" else 0
         self.passed = PASS_BYTES_PER_THREAD[plan.proto] * max(plan.threads - helpers, 64)
         self.fixed_us = c("fixed_us") + (c("simple_fixed_us") if plan.proto == "Simple" else 0.0)
+        self.fixed_us += (plan.channels - 1) * c("channel_us")
         self.spilled = self._spilled()
 
     def _spilled(self) -> float:

@@ -21,7 +21,7 @@ from autotune.store.views import TrialView
 from model.acceptance import AcceptanceModel
 from model.calibration import Calibration, default_calibration
 from model.machine import Machine
-from model.observations import AcceptanceCounts, TermObservation
+from model.observations import AcceptanceCounts, ExpertsObservation, TermObservation
 from model.predictor import Predictor
 from model.shapes import DraftShape, ModelShape
 from model.spec import Knobs, Prediction, Workload
@@ -30,6 +30,8 @@ from model.spec import Knobs, Prediction, Workload
 _SIGMAS_OF_90 = 2 * 1.6449
 #: what a single repeat's term is believed to, at best
 _MIN_REL_SD = 0.02
+#: the experts of one cycle speak for all cycles within this
+_EXPERTS_REL_SD = 0.1
 
 
 class StudyModel:
@@ -48,6 +50,8 @@ class StudyModel:
         )
         #: trials whose observations the present calibration holds
         self._learnt: set[int] = set()
+        #: GiB a GPU that measured configurations took beyond what was predicted, their median
+        self._memory_excess_gib = 0.0
 
     @property
     def calibration(self) -> Calibration:
@@ -73,7 +77,7 @@ class StudyModel:
             log_sd[level] = np.maximum((high - low) / _SIGMAS_OF_90, 0.01)
             feasible &= many.feasible
             if limit_gib is not None:
-                feasible &= many.memory_gib <= limit_gib
+                feasible &= many.memory_gib + self._memory_excess_gib <= limit_gib
         return Forecast(log_speed=log_speed, log_sd=log_sd, feasible=feasible)
 
     def learn(self, store: Store, study_id: int) -> Calibration:
@@ -104,7 +108,8 @@ class StudyModel:
 
         by_number = {trial.number: trial for trial in trials}
         counts: list[AcceptanceCounts] = []
-        observations: list[TermObservation] = []
+        observations: list[TermObservation | ExpertsObservation] = []
+        excess_gib: list[float] = []
         groups: dict[tuple[int, int], list[Measurement]] = {}
         for record in records:
             if record.trial in by_number and record.repeat >= 0 and record.failure is None:
@@ -112,13 +117,53 @@ class StudyModel:
         for (number, level), repeats in groups.items():
             knobs = by_number[number].knobs
             observations.extend(_term_observations(knobs, self.workloads[level], repeats))
+            observations.extend(_experts_observation(self.target, knobs, level, repeats))
+            if level == max(self.workloads):
+                excess_gib.extend(self._memory_excess(knobs, level, repeats))
             counts.extend(_acceptance_counts(knobs, repeats))
+        self._memory_excess_gib = float(np.median(excess_gib)) if excess_gib else 0.0
         acceptance = self._prior.update(counts) if counts else self._prior
         base = Predictor(
             self.target, self.draft, self._machine, default_calibration(self._machine), acceptance
         )
         calibration = calibrate(base.calibration, observations, base.step)
         self.predictor = Predictor(self.target, self.draft, self._machine, calibration, acceptance)
+
+    def _memory_excess(
+        self, knobs: Knobs, level: int, repeats: Sequence[Measurement]
+    ) -> list[float]:
+        """Measured minus predicted GiB of the fullest GPU; empty where nothing was measured."""
+        taken = [r.memory_gib for r in repeats if r.memory_gib is not None]
+        if not taken:
+            return []
+        predicted = self.predictor.predict(knobs, self.workloads[level]).memory_gib_per_gpu
+        return [max(taken) - predicted]
+
+
+def _experts_observation(
+    target: ModelShape, knobs: Knobs, level: int, repeats: Sequence[Measurement]
+) -> list[ExpertsObservation]:
+    """Distinct experts of a layer, mean over the repeats that counted them."""
+    counted = [r.distinct_experts for r in repeats if r.distinct_experts is not None]
+    if not counted or target.experts_per_token < 1:
+        return []
+    tokens = 1 if knobs.method == "off" else knobs.draft_tokens
+    distinct = float(np.mean(counted))
+    most = min(target.experts, tokens * level * target.experts_per_token)
+    # a batch padded to a captured size reads experts for its padding too: not this load's count
+    if not target.experts_per_token <= distinct <= most:
+        return []
+    return [
+        ExpertsObservation(
+            tokens_per_request=tokens,
+            requests=level,
+            experts=target.experts,
+            experts_per_token=target.experts_per_token,
+            distinct=distinct,
+            rel_sd=_EXPERTS_REL_SD / math.sqrt(len(counted)),
+            source=f"trial {repeats[0].trial}, concurrency {level}",
+        )
+    ]
 
 
 def _term_observations(

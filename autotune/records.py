@@ -89,6 +89,10 @@ class Measurement(Record):
     terms_ms: dict[str, float] = Field(default_factory=dict)
     accept_length: float | None = None
     acceptance: Acceptance | None = None
+    #: experts that a MoE layer read in one cycle, mean over layers
+    distinct_experts: float | None = None
+    #: most memory that was needed on one GPU, GiB (the fullest of the ranks')
+    memory_gib: float | None = None
     prompts: tuple[PromptSample, ...] = ()
     output_check: OutputCheck = "unverified"
     #: "why is this value None", by field name

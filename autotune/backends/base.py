@@ -147,7 +147,16 @@ def failed_measurement(
 ) -> Measurement:
     """A repeat that gave no number; every absent value names the failure as its reason."""
     reason = f"{failure.kind} at {failure.stage}"
-    absent = ("tokens_per_s", "ttft_ms", "tpot_ms", "cycle_ms", "accept_length", "acceptance")
+    absent = (
+        "tokens_per_s",
+        "ttft_ms",
+        "tpot_ms",
+        "cycle_ms",
+        "accept_length",
+        "acceptance",
+        "distinct_experts",
+        "memory_gib",
+    )
     return Measurement(
         trial=UNPLACED,
         knobs_id=knobs.id,
@@ -161,6 +170,16 @@ def failed_measurement(
         health_after=health_after,
         failure=failure,
     )
+
+
+def over_memory(memory_gib: float | None, limit_gib: float | None) -> Failure | None:
+    """The failure of a repeat that took more GPU memory than the study allows, or None."""
+    if memory_gib is None or limit_gib is None or memory_gib <= limit_gib:
+        return None
+    message = (
+        f"took {memory_gib:.2f} GiB of a GPU, constraints.max_memory_gib allows {limit_gib:g} GiB"
+    )
+    return Failure(kind="oom", stage="check", message=message)
 
 
 def tail(text: str, max_lines: int = 40, max_chars: int = 4000) -> str:

@@ -16,6 +16,7 @@ from autotune.backends.base import (
     BackendFailure,
     Group,
     failed_measurement,
+    over_memory,
     require_open,
     tail,
 )
@@ -148,7 +149,7 @@ class EngineBackend:
             notes=(f"output: {checked.reason}",),
             health_before=before,
             health_after=after,
-            failure=self._problem(checked, unhealthy(before, after)),
+            failure=self._problem(checked, unhealthy(before, after), values["memory_gib"]),
             **values,
         )
 
@@ -334,10 +335,15 @@ class EngineBackend:
             health_after=snapshot(self._settings.device),
         )
 
-    def _problem(self, checked: Checked, slowed: str | None) -> Failure | None:
+    def _problem(
+        self, checked: Checked, slowed: str | None, memory_gib: float | None
+    ) -> Failure | None:
         """Why a repeat with numbers must not count, or None."""
         if checked.verdict == "incorrect" and self._study.constraints.lossless:
             return Failure(kind="incorrect", stage="check", message=checked.reason)
+        heavy = over_memory(memory_gib, self._study.constraints.max_memory_gib)
+        if heavy is not None:
+            return heavy
         if slowed is not None:
             message = f"a device slowed itself down: {slowed}; cool or power it and resume"
             return Failure(kind="unhealthy_host", stage="measure", message=message)

@@ -58,6 +58,10 @@ class Run(Protocol):
     def cycle_ms(self) -> float: ...
     @property
     def phases_ms(self) -> Mapping[str, float]: ...
+    @property
+    def distinct_experts(self) -> float | None: ...
+    @property
+    def peak_memory_bytes(self) -> int | None: ...
 
 
 def measured(run: Run, knobs: Knobs) -> dict[str, Any]:
@@ -77,6 +81,10 @@ def measured(run: Run, knobs: Knobs) -> dict[str, Any]:
         absent = ("tokens_per_s", "tpot_ms", "cycle_ms", "accept_length")
         unknown |= dict.fromkeys(absent, "nothing was decoded after the first token")
     decoded = bool(tpots) and run.decode_wall_s > 0
+    if run.distinct_experts is None:
+        unknown["distinct_experts"] = "no cycle was sampled for it (the engine does on a GPU)"
+    if run.peak_memory_bytes is None:
+        unknown["memory_gib"] = "no GPU is used, or its driver does not tell"
     return {
         "tokens_per_s": run.decode_tokens / run.decode_wall_s if decoded else None,
         "ttft_ms": median(request.ttft_s for request in run.requests) * 1e3,
@@ -85,6 +93,8 @@ def measured(run: Run, knobs: Knobs) -> dict[str, Any]:
         "terms_ms": dict(run.phases_ms) if decoded else {},
         "accept_length": accept_length if decoded else None,
         "acceptance": acceptance,
+        "distinct_experts": run.distinct_experts,
+        "memory_gib": None if run.peak_memory_bytes is None else run.peak_memory_bytes / 2**30,
         "prompts": tuple(
             PromptSample(
                 prompt_index=index,

@@ -15,6 +15,7 @@ from autotune.backends.base import (
     BackendContext,
     Group,
     failed_measurement,
+    over_memory,
     require_open,
 )
 from autotune.backends.recording import Recorded, read_recording
@@ -74,6 +75,7 @@ class ReplayBackend:
             self._source = f"study {args.study}"
             self._recording = recording_of_study(args.database, args.study)
         self._seed = context.study.seed
+        self._limit_gib = context.study.constraints.max_memory_gib
         self._by_load: dict[tuple[str, int], list[Recorded]] = defaultdict(list)
         for recorded in self._recording.repeats:
             key = (recorded.knobs.id, recorded.workload.concurrency)
@@ -108,8 +110,11 @@ class ReplayBackend:
         if chosen.workload.prompts_sha256 != workload.prompts_sha256:
             notes = (*notes, "recorded on other prompts than this study's")
         placed = {"trial": UNPLACED, "order": UNPLACED, "repeat": repeat}
-        recorded_notes = chosen.measurement.notes
-        return chosen.measurement.model_copy(update=placed | {"notes": recorded_notes + notes})
+        found_then = chosen.measurement
+        # this study's constraint, not that of the study which was recorded
+        failure = found_then.failure or over_memory(found_then.memory_gib, self._limit_gib)
+        changes = placed | {"notes": found_then.notes + notes, "failure": failure}
+        return found_then.model_copy(update=changes)
 
     def provenance(self) -> Provenance:
         """The recording's own provenance; without one, this host's with the reason."""

@@ -5,13 +5,16 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from autotune.errors import UserError
+from autotune.screen import TABLE_WIDTH, console
 from autotune.store.location import DEFAULT_URL
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 DatabaseOption = Annotated[
     str | None,
@@ -44,18 +47,12 @@ def check_output(path: Path, option: str = "--out") -> None:
 
 def stderr() -> "Console":
     """Console for progress and logs."""
-    # here, because many commands answer without it
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False)
+    return console(stderr=True)
 
 
-def stdout() -> "Console":
-    """Console for results; wide enough for a table when nobody watches."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=180)
+def stdout(width: int = TABLE_WIDTH) -> "Console":
+    """Console for results; ``width`` columns when nobody watches."""
+    return console(width=width)
 
 
 def print_json(values: Mapping[str, Any]) -> None:

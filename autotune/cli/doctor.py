@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from autotune.cli.common import JsonOption, print_json, stdout
+from autotune.screen import PROSE_WIDTH
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -58,7 +59,7 @@ def _print(diagnosis: "Diagnosis") -> None:
 
     from autotune.doctor.findings import SEVERITIES, count
 
-    console = stdout()
+    console = stdout(PROSE_WIDTH)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

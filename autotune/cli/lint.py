@@ -2,10 +2,13 @@
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from autotune.screen import PROSE_WIDTH
 
 if TYPE_CHECKING:
     from autotune.lint.findings import Finding
@@ -87,8 +90,14 @@ def lint(
 
 
 def _print(finding: "Finding") -> None:
+    lines = {"": finding.reason, "fix: ": finding.fix, "source: ": finding.source}
     print(f"{finding.severity.upper()} [{finding.id}] {finding.subject}")
-    print(f"  {finding.reason}")
-    if finding.fix:
-        print(f"  fix: {finding.fix}")
-    print(f"  source: {finding.source}")
+    for name, text in lines.items():
+        if text:
+            print(
+                textwrap.fill(
+                    name + text, PROSE_WIDTH, initial_indent="  ",
+                    subsequent_indent="  " + " " * len(name),
+                    break_long_words=False, break_on_hyphens=False,
+                )
+            )  # fmt: skip

@@ -2,12 +2,9 @@
 
 from rich.console import Console
 
-_WIDTH = 100
+from autotune.screen import PROSE_WIDTH, console
 
 
 def report_screen() -> Console:
     """Text of servers holds brackets: no markup, styles are given by argument."""
-    console = Console(highlight=False, markup=False)
-    if console.is_terminal:
-        return console
-    return Console(highlight=False, markup=False, width=_WIDTH)
+    return console(width=PROSE_WIDTH, markup=False)

@@ -41,6 +41,7 @@ from autotune.backends.engine_measurement import measured
 from autotune.backends.output_check import Checked, Reference
 from autotune.errors import UserError
 from autotune.health import snapshot, unhealthy
+from autotune.health_watch import HealthWatch, explained
 from autotune.launch import RESTART_KNOBS, nccl_environment, speculation_mapping
 from autotune.nccl_log import parse_nccl_logs
 from autotune.provenance import collect_provenance, recorded_environment
@@ -116,23 +117,26 @@ class EngineBackend:
         started = datetime.now(UTC)
         stage = "start"
         before: tuple[Health, ...] = ()
+        watch = self._watch()
         try:
-            engine = self._running()
-            stage = "warmup"
-            prompts = self._prompts(workload)
-            self._warm_up(engine, knobs, workload, prompts)
-            self._baselines.prepare(
-                knobs, workload, prompts, lambda *what: self._plain(engine, workload, *what)
-            )
-            before = snapshot(self._settings.device)
-            stage = "measure"
-            started = datetime.now(UTC)
-            result = self._generate(engine, knobs, workload, prompts)
-            ended = datetime.now(UTC)
+            with watch:
+                engine = self._running()
+                stage = "warmup"
+                prompts = self._prompts(workload)
+                self._warm_up(engine, knobs, workload, prompts)
+                self._baselines.prepare(
+                    knobs, workload, prompts, lambda *what: self._plain(engine, workload, *what)
+                )
+                before = snapshot(self._settings.device)
+                stage = "measure"
+                started = datetime.now(UTC)
+                result = self._generate(engine, knobs, workload, prompts)
+                ended = datetime.now(UTC)
         except EngineError as error:
-            return self._failed(knobs, workload, repeat, _failure(error, stage), started, before)
+            failure = explained(_failure(error, stage), watch.last)
+            return self._failed(knobs, workload, repeat, failure, started, before, watch.last)
         except BackendFailure as error:
-            return self._failed(knobs, workload, repeat, error.failure, started, before)
+            return self._failed(knobs, workload, repeat, error.failure, started, before, watch.last)
         outputs = tuple(request.token_ids for request in result.requests)
         checked = self._baselines.check(knobs, workload, outputs)
         values = measured(result, knobs)
@@ -196,19 +200,22 @@ class EngineBackend:
                 self._log_dir / f"nccl.{self._num_starts}", logs_tuning(resolved.args, settings)
             )
         config = LaunchConfig.model_validate(mapping)
+        watch = self._watch()
         try:
-            engine = Engine(config, log_dir=self._log_dir / f"start{self._num_starts}")
+            with watch:
+                engine = Engine(config, log_dir=self._log_dir / f"start{self._num_starts}")
         except EngineError as error:
             if error.kind == "invalid" and self._config is None:
                 # nothing ever started: what the study asks for cannot work at all
                 raise UserError(f"engine: {error.message}") from error
-            raise BackendFailure(_failure(error, "start")) from error
+            raise BackendFailure(explained(_failure(error, "start"), watch.last)) from error
         self._engine, self._config = engine, config
         try:
-            self._prove(engine, settings)
+            with watch:
+                self._prove(engine, settings)
         except EngineError as error:
             self._drop()
-            raise BackendFailure(_failure(error, "start")) from error
+            raise BackendFailure(explained(_failure(error, "start"), watch.last)) from error
         except BackendFailure:
             self._drop()
             raise
@@ -322,9 +329,12 @@ class EngineBackend:
         failure: Failure,
         started: datetime,
         before: tuple[Health, ...],
+        seen: tuple[Health, ...],
     ) -> Measurement:
+        """A repeat without a number; after a hang the devices count as ``seen`` while it lasted."""
         if failure.kind in _FATAL:
             self._drop()
+        hung = failure.kind == "hang" and seen
         return failed_measurement(
             knobs,
             workload,
@@ -332,8 +342,13 @@ class EngineBackend:
             failure,
             started=started,
             health_before=before,
-            health_after=snapshot(self._settings.device),
+            health_after=seen if hung else snapshot(self._settings.device),
         )
+
+    def _watch(self) -> HealthWatch:
+        """Reads the devices while workers may hang: once they are killed nothing shows any more."""
+        device, timeout_s = self._settings.device, float(self._settings.args.timeout_s)
+        return HealthWatch(lambda: snapshot(device), timeout_s)
 
     def _problem(
         self, checked: Checked, slowed: str | None, memory_gib: float | None

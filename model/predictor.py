@@ -19,10 +19,10 @@ from model.acceptance import AcceptanceModel
 from model.calibrate import calibrate
 from model.calibration import Calibration
 from model.collectives import CollectiveKey, CollectiveTimes
-from model.intervals import Z90, mixture_quantiles
+from model.intervals import mixture_quantiles
 from model.knobs_array import OFF, KnobsArray
 from model.machine import Machine
-from model.many import DELTA, CycleTimes, cycle_times, distinct, log_sd, probes
+from model.many import CycleTimes, cycle_times, distinct, log_sd, probes
 from model.memory import USABLE, memory_use
 from model.observations import AcceptanceCounts, AcceptLength, Observation
 from model.shapes import DraftShape, ModelShape
@@ -132,19 +132,6 @@ class Predictor:
             for mode in (False, True)
         )
         return _interval(self._mixtures(self._times(fast, slow), 0.0, 0.0, workload)[0][:, 0])
-
-    def difference_ms(self, term: str, more: Knobs, less: Knobs, workload: Workload) -> Interval:
-        """A term of ``more`` minus that of ``less`` in the fast host mode, ms.
-
-        Errors of constants that both share cancel, which two separate intervals would not show.
-        """
-        rows = StepRows.of([more, less], [workload, workload])
-        values = self._terms(rows, slow=False)[_source(term)]
-        gap = values[:, 0] - values[:, 1]
-        gradient = (gap[1:] - gap[0]) / DELTA
-        sd = float(np.sqrt(gradient @ self.calibration.covariance @ gradient))
-        middle = float(gap[0])
-        return Interval(middle, middle - Z90 * sd, middle + Z90 * sd)
 
     def predict_many(
         self, knobs: Sequence[Knobs] | KnobsArray, workload: Workload

@@ -10,6 +10,7 @@ from itertools import product
 
 import numpy as np
 
+from model.draws import interval, most_saved, spread, term_draws
 from model.predictor import Predictor
 from model.spec import Interval, Knobs, Scalar, Workload
 
@@ -21,6 +22,10 @@ NCCL_CHOICES: dict[str, tuple[Scalar | None, ...]] = {
     "nccl.max_channels": (None, 1, 4, 16),
     "nccl.p2p_level": ("auto", "PIX", "PHB", "SYS"),
 }
+
+
+#: of them, those that are unset by None and not by "auto"
+_NUMBERS = ("nccl.min_channels", "nccl.max_channels", "nccl.buffsize", "nccl.nthreads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +88,10 @@ class SettingsRange:
     worst_ms: Interval
     best: Knobs
     worst: Knobs
-    #: default minus best: what tuning can save
+    #: NCCL's own choice minus the best: the most that tuning can save, 0 or more
     saved_ms: Interval
+    #: the settings that the knobs carry minus the best, 0 or more
+    saved_from_own_ms: Interval
     #: worst minus best: the most that settings can explain at all
     swing_ms: Interval
     num_settings: int
@@ -105,22 +112,29 @@ def nccl_range(
         for values in product(*((choices or NCCL_CHOICES)[name] for name in names))
         if (made := _made(knobs, dict(zip(names, values, strict=True)))) is not None
     ]
-    base = Knobs.of({**knobs.values(), **{n: None if "channels" in n else "auto" for n in names}})
+    unset = {n: None if n in _NUMBERS else "auto" for n in knobs.values() if n.startswith("nccl.")}
+    base = Knobs.of({**knobs.values(), **unset})
     runnable = _distinct(predictor, [base, *candidates], workload)
+    chosen = [made for made, _ in runnable]
+    shown = [predictor.predict(made, workload).terms_ms for made in chosen]
     term = ("verify" if knobs.method != "off" else "decode") + ".allreduce"
-    times = [(predictor.predict(k, workload).terms_ms[term], k) for k, _ in runnable]
-    best, worst = min(times, key=lambda t: t[0].median), max(times, key=lambda t: t[0].median)
-    same = dict(runnable)[base]
+    times = [terms[term] for terms in shown]
+    best = min(range(len(times)), key=lambda n: times[n].median)
+    worst = max(range(len(times)), key=lambda n: times[n].median)
+    # settings outside the choices are compared with them, not counted among them
+    every = [*chosen, knobs]
+    draws_US = term_draws(predictor, every, [workload] * len(every))["target.allreduce"]
     return SettingsRange(
-        default_ms=times[0][0],
-        best_ms=best[0],
-        worst_ms=worst[0],
-        best=best[1],
-        worst=worst[1],
-        saved_ms=predictor.difference_ms(term, base, best[1], workload),
-        swing_ms=predictor.difference_ms(term, worst[1], best[1], workload),
+        default_ms=times[0],
+        best_ms=times[best],
+        worst_ms=times[worst],
+        best=chosen[best],
+        worst=chosen[worst],
+        saved_ms=interval(most_saved(draws_US[:-1], 0)),
+        saved_from_own_ms=interval(most_saved(draws_US, len(every) - 1)),
+        swing_ms=interval(spread(draws_US[:-1])),
         num_settings=sum(count for _, count in runnable),
-        num_inert=same,
+        num_inert=runnable[0][1],
     )
 
 

@@ -77,9 +77,15 @@ def explain(subject: Subject) -> Explanation:
     context = subject.context
     space = None if context is None else _space(context)
     by_knobs = {} if context is None else measured_speeds(context, workload.concurrency)
-    cycle_ms = _value(rows, "cycle") or now.cycle_ms.median
     term = ("verify" if knobs.method != "off" else "decode") + ".allreduce"
-    bound = nccl_bound(predictor, knobs, workload, cycle_ms, _measured(rows, term))
+    bound = nccl_bound(
+        predictor,
+        knobs,
+        workload,
+        now_ms=prediction.terms_ms[term],
+        measured_cycle_ms=_measured(rows, "cycle"),
+        measured_ms=_measured(rows, term),
+    )
     best = None if bound is None or bound.best.id == knobs.id else bound.best
     own = by_knobs.get(knobs.id)
     helping, not_helping = levers(

@@ -10,14 +10,15 @@ from numpy.typing import NDArray
 
 from model.allreduce.model import nccl_setup
 from model.collectives import ASSUMED_NCCL_VERSION, CollectiveKey
-from model.intervals import Z90
-from model.many import DELTA, probes
+from model.draws import interval, spread, term_draws
 from model.nccl.settings import NcclSettings
 from model.predictor import Predictor
 from model.spec import Interval, Knobs, Scalar, Workload
-from model.step import StepRows
 
-#: settings that are compared for the bound: every one that reaches NCCL's choice or its paths
+Array = NDArray[Any]
+
+#: settings that are compared for the bound: all combinations of what reaches NCCL's choice or its
+#: paths, and beside them each of the others alone
 BOUND_CHOICES: dict[str, tuple[Scalar | None, ...]] = {
     "nccl.algo": ("auto", "ring", "tree"),
     "nccl.proto": ("auto", "LL", "LL128", "Simple"),
@@ -25,6 +26,15 @@ BOUND_CHOICES: dict[str, tuple[Scalar | None, ...]] = {
     "nccl.max_channels": (None, 1),
     "nccl.p2p_level": ("auto", "SYS"),
 }
+_ALONE: dict[str, tuple[Scalar | None, ...]] = {
+    "nccl.min_channels": (2, 8, 32),
+    "nccl.max_channels": (2, 4, 8),
+    "nccl.nthreads": (None, 64, 128, 256, 512),
+    "nccl.buffsize": (None, 1 << 20, 16 << 20),
+    "nccl.p2p_level": ("LOC", "PIX", "PXB", "PHB"),
+}
+#: a saving below this share of the cycle is none
+_WORTH = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +65,15 @@ class NcclBound:
     plans: tuple[SizePlan, ...]
     #: all-reduces of the target's forward under the present settings, predicted
     now_ms: Interval
+    #: the present settings minus the fastest ones, whichever those are: 0 or more
     saved_ms: Interval
+    #: the slowest settings minus the fastest: 0 or more
     swing_ms: Interval
+    #: the fastest settings by the medians
     best: Knobs
     num_settings: int
     num_inert: int
-    #: the saving as a share of the cycle (median and interval)
+    #: the saving as a share of the cycle (median and interval), 0 to 1
     saved_share: Interval
     #: all-reduce as measured: settings can never save more than this
     measured_ms: float | None
@@ -112,109 +125,93 @@ def nccl_bound(
     predictor: Predictor,
     knobs: Knobs,
     workload: Workload,
-    cycle_ms: float,
+    *,
+    now_ms: Interval,
+    measured_cycle_ms: float | None,
     measured_ms: float | None,
 ) -> NcclBound | None:
-    """The bound, or None where NCCL carries nothing."""
+    """The bound, or None where NCCL carries nothing.
+
+    ``now_ms``: the target's all-reduces as predicted; the measured cycle and all-reduces where
+    there are any. Settings save at most what the all-reduces take.
+    """
     if knobs.collectives_backend != "nccl" or knobs.tp < 2 or predictor.machine.gpu is None:
         return None
+    chosen, counts = _classes(predictor, knobs, workload)
+    terms = term_draws(predictor, chosen, [workload] * len(chosen))
+    draws_US = np.sum(np.stack(list(terms.values())), axis=0)
+    target_US = np.sum([v for name, v in terms.items() if name.startswith("target.")], axis=0)
+    saved_US = draws_US[0] - draws_US
+    if measured_ms is not None:
+        won_US = target_US[0] - target_US
+        saved_US = saved_US - won_US + np.minimum(won_US, measured_ms)
+    # the present settings are among the choices, so that the most is never below 0
+    saved_S, cycle_S = saved_US.max(axis=0), draws_US[0]
+    if measured_cycle_ms is not None:
+        saved_S = np.minimum(saved_S, measured_cycle_ms)
+        cycle_S = np.full_like(saved_S, measured_cycle_ms)
+    best = _best(predictor, chosen, np.median(saved_US, axis=1), _WORTH * float(np.median(cycle_S)))
     plans = message_plans(predictor, knobs, workload)
-    times = _times(predictor, knobs, workload)
-    saved = _clipped(
-        times.difference(times.own, times.best),
-        measured_ms if measured_ms is not None else times.interval(times.own).high,
-    )
-    share = Interval(*(min(v / cycle_ms, 1.0) for v in (saved.median, saved.low, saved.high)))
     return NcclBound(
         plans=plans,
-        now_ms=times.interval(times.own),
-        saved_ms=saved,
-        swing_ms=times.difference(times.worst, times.best),
-        best=times.knobs[times.best],
-        num_settings=sum(times.counts),
-        num_inert=times.counts[times.own],
-        saved_share=share,
+        now_ms=now_ms,
+        saved_ms=interval(saved_S),
+        swing_ms=interval(spread(draws_US)),
+        best=best,
+        num_settings=sum(counts),
+        num_inert=counts[0],
+        saved_share=interval(saved_S / cycle_S),
         measured_ms=measured_ms,
-        why=_why(predictor, workload, plans, times.knobs[times.best], knobs),
+        why=_why(predictor, workload, plans, best, knobs),
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Times:
-    """All-reduce term of each class of settings, ms: ``values`` [D, U], row 0 as fitted."""
+def _best(predictor: Predictor, chosen: Sequence[Knobs], saved_U: Array, least_ms: float) -> Knobs:
+    """The settings that save most by the medians, the present ones where none saves anything.
 
-    knobs: list[Knobs]
-    #: settings in each class
-    counts: list[int]
-    values: NDArray[Any]
-    covariance: NDArray[Any]
-    #: class of the present settings
-    own: int
-
-    @property
-    def best(self) -> int:
-        """Fastest class; the present one where it is as fast."""
-        fastest = int(np.argmin(self.values[0]))
-        same = self.values[0, self.own] <= self.values[0, fastest] * (1 + 1e-9)
-        return self.own if same else fastest
-
-    @property
-    def worst(self) -> int:
-        """Slowest class."""
-        return int(np.argmax(self.values[0]))
-
-    def difference(self, more: int, less: int) -> Interval:
-        """Time of one class minus another's, ms; errors that both share cancel."""
-        return self._spread(self.values[:, more] - self.values[:, less])
-
-    def interval(self, index: int) -> Interval:
-        """Time of one class, ms."""
-        return self._spread(self.values[:, index])
-
-    def _spread(self, values_D: NDArray[Any]) -> Interval:
-        gradient = (values_D[1:] - values_D[0]) / DELTA
-        sd = float(np.sqrt(max(gradient @ self.covariance @ gradient, 0.0)))
-        middle = float(values_D[0])
-        return Interval(middle, middle - Z90 * sd, middle + Z90 * sd)
+    LL128 is no advice where no NVLink keeps its 128-byte stores whole.
+    """
+    nvlink = any(link.kind == "nvlink" for link in predictor.machine.topology.links)
+    safe = nvlink and not predictor.machine.p2p.forced_through_host
+    order = np.argsort(-saved_U, kind="stable")
+    for index in order:
+        if saved_U[index] <= least_ms:
+            break
+        if safe or chosen[index].nccl_proto != "LL128":
+            return chosen[index]
+    return chosen[0]
 
 
-def _times(predictor: Predictor, knobs: Knobs, workload: Workload) -> _Times:
-    """One row per class of settings that run the same all-reduces."""
+def _classes(
+    predictor: Predictor, knobs: Knobs, workload: Workload
+) -> tuple[list[Knobs], list[int]]:
+    """(one of each class of settings that run the same all-reduces, how many are in each).
+
+    The present settings' class comes first.
+    """
     names = list(BOUND_CHOICES)
+    unset = {n: v for n, v in Knobs.of({}).values().items() if n.startswith("nccl.")}
+    own = knobs.values()
+    tried = [dict(zip(names, v, strict=True)) for v in product(*BOUND_CHOICES.values())]
+    tried += [{name: value} for name, values in _ALONE.items() for value in values]
     candidates = [knobs]
-    for values in product(*(BOUND_CHOICES[name] for name in names)):
-        try:
-            settings = dict(zip(names, values, strict=True))
-            candidates.append(Knobs.of({**knobs.values(), **settings}))
-        except ValueError:
-            # more channels at least than at most
-            continue
-    (_, size), *_ = message_sizes(predictor, knobs, workload)
+    for base in (own, own | unset):
+        for settings in tried:
+            try:
+                candidates.append(Knobs.of({**base, **settings}))
+            except ValueError:
+                # more channels at least than at most
+                continue
+    candidates = list({candidate.id: candidate for candidate in candidates}.values())
+    tree = (knobs.method, knobs.steps, knobs.topk, knobs.draft_tokens)
+    sizes = predictor.step.message_sizes([tree], workload.concurrency)
     keys = [CollectiveKey.of(candidate) for candidate in candidates]
-    classes = predictor.step.collectives.classes(keys, [size])
+    classes = predictor.step.collectives.classes(keys, sizes)
     first: dict[int, int] = {}
     for index, number in enumerate(classes):
         if number >= 0:
             first.setdefault(number, index)
-    chosen = [candidates[index] for index in first.values()]
-    # the present settings head the list twice: as they are, and among the choices
-    counts = [classes[1:].count(number) for number in first]
-    rows = StepRows.of(chosen, [workload] * len(chosen))
-    terms = predictor.step.terms_ms(rows, probes(predictor.calibration), False)
-    shape = (len(predictor.calibration.names) + 1, len(chosen))
-    return _Times(
-        knobs=chosen,
-        counts=counts,
-        values=np.broadcast_to(terms["target.allreduce"], shape),
-        covariance=predictor.calibration.covariance,
-        own=0,
-    )
-
-
-def _clipped(value: Interval, ceiling: float) -> Interval:
-    return Interval(
-        *(max(0.0, min(part, ceiling)) for part in (value.median, value.low, value.high))
-    )
+    return [candidates[i] for i in first.values()], [classes.count(n) for n in first]
 
 
 def _why(

@@ -15,7 +15,7 @@ from autotune.errors import UserError
 from autotune.nccl_log_build import HANDLERS, ProcessBuilder, by_first_character
 from autotune.nccl_log_clean import unwrap, wrapped
 from autotune.nccl_log_comm import enabled_row
-from autotune.nccl_log_open import DAMAGED, log_files, opened
+from autotune.nccl_log_open import DAMAGED, chunk, log_files, opened
 from autotune.nccl_log_types import Evidence, NcclLog
 
 CHUNK_BYTES = 4 << 20
@@ -26,7 +26,7 @@ MAX_DISTINCT = 50_000
 
 _PREFIX = re.compile(rb"([\w.\-]{1,255}):(\d{1,10}):(\d{1,10}) \[(-?\d{1,6})\] ")
 _FULL_PREFIX = re.compile(
-    rb"([\w.\-]{1,255}):\d{1,10}:\d{1,10} \[-?\d{1,6}\] "
+    rb"(?:\[[\d:., TZ\-]{8,40}\] ?)?([\w.\-]{1,255}):\d{1,10}:\d{1,10} \[-?\d{1,6}\] "
     rb"(?:\S+:\d+ (?:\(\S*\) )?)?NCCL (?:INFO|WARN) "
 )
 _CHOICE_WORDS = frozenset(
@@ -103,7 +103,7 @@ class _Reader:
 
     def _chunk(self, file: IO[bytes]) -> bytes:
         try:
-            return file.read(CHUNK_BYTES)
+            return chunk(file, CHUNK_BYTES)
         except DAMAGED as error:
             self.notes.append(f"{self.file} is damaged: what was readable counts ({error})")
             return b""
@@ -132,7 +132,7 @@ class _Reader:
                 continue
             begin = start + 10
             word = line[begin : line.find(b" ", begin)]
-            if line.find(b"] NCCL INFO ", begin) >= 0:
+            if line.find(b" NCCL ", begin) >= 0:
                 for part in self._split(line):
                     self._message(part, number)
             elif word in choice_words:
@@ -200,7 +200,7 @@ class _Reader:
         for match in _FULL_PREFIX.finditer(line):
             host, start = match[1], match.start()
             # without a space between, the last message's end looks like part of the host
-            known = [name for name in hosts if host.endswith(name)]
+            known = [name for name in hosts if host.endswith(name) and host not in hosts]
             if known:
                 start = match.end(1) - len(max(known, key=len))
             hosts.add(host if not known else line[start : match.end(1)])

@@ -1,5 +1,6 @@
 """One communicator of a log while it fills up."""
 
+import re
 from dataclasses import dataclass, field
 
 from autotune import nccl_log_types as t
@@ -84,12 +85,16 @@ def enabled_row(
     parts = [part.split() for part in line.split("|")[-3:]]
     if len(parts) != 3 or not parts[0]:
         return None
+    # a launcher's prefix may touch the name
+    name = re.search(r"\w+$", parts[0][-1])
+    if name is None:
+        return None
     if len(parts[1]) != len(protocols) or len(parts[2]) != len(algorithms):
         return None
     if not all(word in "012" for word in (*parts[1], *parts[2])):
         return None
     return t.EnabledRow(
-        parts[0][-1],
+        name[0],
         dict(zip(protocols, map(int, parts[1]), strict=True)),
         dict(zip(algorithms, map(int, parts[2]), strict=True)),
         evidence,

@@ -67,6 +67,16 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         yield _decompressed(file, start)
 
 
+def chunk(file: IO[bytes], num_bytes: int) -> bytes:
+    """The next bytes, at most ``num_bytes``; of a cut compressed file all that came before the cut.
+
+    Raises one of ``DAMAGED`` where nothing more can be read.
+    """
+    if isinstance(file, gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile):
+        return file.read1(num_bytes)
+    return file.read(num_bytes)
+
+
 def _decompressed(file: io.BufferedReader, start: bytes) -> IO[bytes]:
     if start.startswith(b"\x1f\x8b"):
         return cast(IO[bytes], gzip.GzipFile(fileobj=file))

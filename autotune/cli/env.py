@@ -42,7 +42,9 @@ def check(
     context: typer.Context,
     logs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[LOGS]... [-- CMD]...", help="NCCL log files, or folders of them."),
+        typer.Argument(
+            metavar="[LOGS]... [-- CMD]...", help="NCCL log files, folders, or - for stdin."
+        ),
     ] = None,
     expect: Annotated[
         list[str] | None,
@@ -132,12 +134,15 @@ def _judge(
 
 
 def _expected(words: list[str]) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name.isidentifier():
             raise UserError(f"--expect {word!r}: write NAME=VALUE")
-        found[name] = value
+        if found.setdefault(name, value) != value:
+            raise UserError(
+                f"--expect {name} asks for {found[name]!r} and for {value!r}: choose one"
+            )
     return found
 
 

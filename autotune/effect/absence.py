@@ -35,6 +35,11 @@ ALWAYS_READ = frozenset(
 _NETWORK = ("NCCL_IB_", "NCCL_NET_", "NCCL_NSOCKS_", "NCCL_SOCKET_", "NCCL_GDR_", "NCCL_PXN_",
             "NCCL_CROSS_NIC", "NCCL_GIN_", "NCCL_RMA_", "NCCL_DMABUF_")  # fmt: skip
 _SHARED = ("NCCL_SHM_",)
+#: read whenever a connection of this kind is made
+_READ_FOR = {
+    "SHM": frozenset({"NCCL_SHM_DISABLE", "NCCL_SHM_LOCALITY", "NCCL_SHM_USE_CUDA_MEMCPY"}),
+    "P2P": frozenset({"NCCL_P2P_READ_ENABLE", "NCCL_P2P_DIRECT_DISABLE"}),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +74,7 @@ def absent(log: NcclLog, name: str, asked: str) -> Absence | None:
 def _other_value(log: NcclLog, name: str, asked: str, reads: Reads) -> Absence:
     others = reads.other_than(asked)
     process, read = others[0]
-    who = f"{label(process)} read {read.value}, not {asked}"
+    who = f"{label(process)} read {read.value}, not {asked or 'an empty value'}"
     if len(others) > 1:
         who += f"; {len(others)} of {len(workers(log))} workers"
     evidence = (str(read.evidence),)
@@ -181,7 +186,7 @@ def _unread(log: NcclLog, name: str, reads: Reads) -> Absence:
     who = ", ".join(label(process) for process in reads.missing[:4])
     if len(reads.missing) > 4:
         who += ", ..."
-    if name in ALWAYS_READ or reads.found:
+    if name in ALWAYS_READ or reads.found or _due(log, name):
         some = ": it reached some workers only" if reads.found else ""
         return Absence(
             verdict="not effective",
@@ -195,14 +200,24 @@ def _unread(log: NcclLog, name: str, reads: Reads) -> Absence:
     return _never_asked(log, name)
 
 
-def _never_asked(log: NcclLog, name: str) -> Absence:
-    """A variable that NCCL reads only where it needs it."""
-    vias = {
+def _vias(log: NcclLog) -> set[str]:
+    """Kinds of connections of all workers: P2P, SHM, NET."""
+    return {
         transport.via.split("/")[0]
         for process in workers(log)
         for comm in process.comms
         for transport in comm.transports
     }
+
+
+def _due(log: NcclLog, name: str) -> bool:
+    """Whether a connection was made for which NCCL reads the variable."""
+    return any(name in _READ_FOR.get(via, ()) for via in _vias(log))
+
+
+def _never_asked(log: NcclLog, name: str) -> Absence:
+    """A variable that NCCL reads only where it needs it."""
+    vias = _vias(log)
     if vias and name.startswith(_NETWORK) and not vias & {"NET", "COLLNET"}:
         return Absence(
             verdict="inert",

@@ -18,16 +18,22 @@ def inert_reason(
     value = environment.get(name, "")
     if name in ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS"):
         return _cap(comm, environment, name, value, scene)
-    if name in ("NCCL_MIN_NCHANNELS", "NCCL_MIN_CTAS") and effects:
-        return _floor(comm, environment, name, value, scene, effects)
+    if name in ("NCCL_MIN_NCHANNELS", "NCCL_MIN_CTAS"):
+        if effects:
+            return _floor(comm, environment, name, value, scene, effects)
+        return _already_above(comm, value)
     if name == "NCCL_BUFFSIZE":
         return _buffer(environment, effects)
-    if name == "NCCL_NTHREADS" and effects:
+    if name == "NCCL_NTHREADS" and not effects:
+        return _default_threads(comm, value)
+    if name == "NCCL_NTHREADS":
         most = max((_threads(effect) for effect in effects), default=0)
         return (
             f"NCCL takes the same threads without {value}: up to {most} here, 512 is its default "
             "and most, and small messages run fewer whatever is set"
         )
+    if name == "NCCL_P2P_LEVEL" and (denied := _no_peer_access(comm, value)) is not None:
+        return denied
     if name == "NCCL_P2P_LEVEL" and effects:
         return (
             f"the ranks reach each other by {comm.transport} with NCCL's default level as well, so "
@@ -53,6 +59,41 @@ def _cap(
     if channels < cap or _without(scene, environment, name) == channels:
         return f"only a cap: NCCL has {channels} channels by itself, below {cap}"
     return None
+
+
+def _already_above(comm: CommLog, value: str) -> str | None:
+    """Without a selector: channels beyond the minimum were not made by it."""
+    channels = comm.coll_channels
+    if channels is None or channels <= c_integer(value):
+        return None
+    return f"NCCL has {channels} channels, more than the {c_integer(value)} asked for at least"
+
+
+#: default and most of the Simple and LL protocols, in every release
+_THREADS = 512
+#: up to this ring bandwidth (GB/s) Ring/Simple runs 256 threads by default
+_SLOW_RING = 12.0
+
+
+def _default_threads(comm: CommLog, value: str) -> str | None:
+    ring = comm.graph(4)
+    if c_integer(value) != _THREADS or ring is None:
+        return None
+    if ring.num_channels * ring.bw_intra <= _SLOW_RING:
+        return None
+    return f"{_THREADS} threads are NCCL's default and most for the Simple and LL protocols"
+
+
+def _no_peer_access(comm: CommLog, value: str) -> str | None:
+    """A level that lets all paths of a host use peer-to-peer, while nothing does."""
+    farthest = value == "SYS" or (value[:1].isdigit() and c_integer(value) >= 4)
+    if not farthest or comm.transport != "SHM":
+        return None
+    return (
+        f"NCCL_P2P_LEVEL={value} lets every path of the host use peer-to-peer, and still all "
+        f"{len(comm.transports)} logged connections are SHM: the driver gives no peer access "
+        "between these GPUs"
+    )
 
 
 def _floor(

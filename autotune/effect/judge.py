@@ -5,7 +5,7 @@ without it NCCL would run the very same kernels at every size; *effective* other
 does by size. Everything that the log cannot tell is *unknown*, with the way to find out.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from autotune.effect.absence import Absence, absent, denied, level_off
 from autotune.effect.by_size import Scene, SizeEffect
@@ -80,7 +80,16 @@ def _judge(
         return KnobVerdict(**{**common, "verdict": kind, "reason": reason, **more})  # type: ignore[arg-type]
 
     if not name.startswith("NCCL_"):
-        return verdict("unknown", _foreign(name))
+        near = nearest(name) if name.upper().startswith("NCCL_") else None
+        if near is not None:
+            return verdict(
+                "not effective", f"NCCL reads no {name}: did you mean {near}?",
+                lost_at="not a variable of NCCL",
+            )  # fmt: skip
+        return verdict(
+            "unknown", "not NCCL's, so its log does not show it: read the workers' environment "
+            "(`-- CMD --run`)",
+        )  # fmt: skip
     problem = _problem(log, name, asked, reads)
     if problem is not None:
         return verdict(
@@ -114,13 +123,6 @@ def _problem(log: NcclLog, name: str, asked: str | None, reads: Reads) -> Absenc
     return denied(log, name)
 
 
-def _foreign(name: str) -> str:
-    near = nearest(name) if name.upper().startswith("NCCL") else None
-    if near is not None:
-        return f"NCCL reads no {name}: did you mean {near}?"
-    return "not NCCL's, so its log does not show it: read the workers' environment (`-- CMD --run`)"
-
-
 #: what a symmetric-memory kernel does not read
 _BYPASSED = frozenset({"NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_LL128_NTHREADS",
                        "NCCL_BUFFSIZE", "NCCL_THREAD_THRESHOLDS"})  # fmt: skip
@@ -149,21 +151,32 @@ def _matters(
     """Inert or effective, by the communicators of the log."""
     if not stages:
         return verdict("unknown", "the log shows no communicator of two or more ranks")
-    problems = [stage.scene for stage in stages if isinstance(stage.scene, str)]
-    if problems:
+    judged = [stage for stage in stages if isinstance(stage.scene, Scene)]
+    if not judged:
         known = inert_reason(stages[0].comm, stages[0].environment, name, None, ())
         if known is not None:
             return verdict("inert", known)
-        return verdict("unknown", f"read, but whether it matters is not to be told: {problems[0]}")
-    effects = [effect for stage in stages for effect in _compare(stage, [name])]
-    first = stages[0]
-    if all(effect.outcome == "inert" for effect in effects):
-        scene = first.scene if isinstance(first.scene, Scene) else None
-        known = inert_reason(first.comm, first.environment, name, scene, effects)
-        if name == "NCCL_NVLS_ENABLE" and known is None:
-            return verdict("unknown", "whether this host has NVLink multicast is not in the log")
-        return verdict("inert", known or _same_kernels(effects), sizes=tuple(effects))
-    return verdict("effective", sizes_in_words(effects), sizes=tuple(effects))
+        return verdict(
+            "unknown", f"read, but whether it matters is not to be told: {stages[0].scene}"
+        )
+    effects = _distinct(effect for stage in judged for effect in _compare(stage, [name]))
+    if any(effect.outcome != "inert" for effect in effects):
+        return verdict("effective", sizes_in_words(effects), sizes=tuple(effects))
+    first = judged[0]
+    scene = first.scene if isinstance(first.scene, Scene) else None
+    known = inert_reason(first.comm, first.environment, name, scene, effects)
+    if name == "NCCL_NVLS_ENABLE" and known is None:
+        return verdict("unknown", "whether this host has NVLink multicast is not in the log")
+    reason = known or _same_kernels(effects)
+    if len(judged) < len(stages):
+        reason += f" (judged for {len(judged)} of {len(stages)} communicators)"
+    return verdict("inert", reason, sizes=tuple(effects))
+
+
+def _distinct(effects: Iterable[SizeEffect]) -> list[SizeEffect]:
+    """By size; communicators that choose alike are told once."""
+    unique = {(e.size_bytes, e.outcome, e.present, e.without): e for e in effects}
+    return sorted(unique.values(), key=lambda effect: effect.size_bytes)
 
 
 def _compare(stage: Stage, names: Sequence[str]) -> tuple[SizeEffect, ...]:

@@ -39,13 +39,23 @@ def scene_of_log(
         return "the log does not show the NCCL version (NCCL_DEBUG_SUBSYS needs INIT)"
     try:
         release = release_for(version)
+    except ValueError:
+        return f"the choices of NCCL {version.split('+')[0]} are not known, only 2.27.3 to 2.30.7"
+    try:
         settings = NcclSettings.from_env(process.environment)
+    except ValueError as error:
+        return str(error)
+    try:
         candidates = [
             LoggedCommunicator.of(log, comm, settings, release, capability)
             for capability in CAPABILITIES
         ]
     except ValueError as error:
-        return f"{error} (NCCL_DEBUG_SUBSYS=INIT,ENV,GRAPH,TUNING shows them)"
+        if machine is not None:
+            return _scene_of_summary(machine, comm, settings, release.name)
+        return (
+            f"{error} (NCCL_DEBUG_SUBSYS=INIT,ENV,GRAPH,TUNING shows them, or name the --machine)"
+        )
     best = min(candidates, key=lambda candidate: candidate.misses)
     if machine is not None:
         problem = _differs(machine, best.comm, settings)
@@ -55,6 +65,27 @@ def scene_of_log(
     fitting = [m for m in _known_machines() if _differs(m, best.comm, settings) is None]
     # a host that forces P2P off is the same communicator as one with NCCL_P2P_DISABLE=1
     return Scene(comm=best.comm, machine=fitting[0] if fitting else None)
+
+
+def _scene_of_summary(
+    machine: Machine, comm: CommLog, settings: NcclSettings, version: str
+) -> Scene | str:
+    """The scene of a machine, where a log without GRAPH shows no more than channels and paths."""
+    if comm.num_ranks is None or machine.gpu is None or machine.gpu.count < comm.num_ranks:
+        return f"machine {machine.name} has not the {comm.num_ranks} GPUs of the log"
+    try:
+        ours = communicator_for(
+            machine, comm.num_ranks, settings, version, multicast=bool(comm.nvls_channels)
+        )
+    except ValueError as error:
+        return f"machine {machine.name}: {error}"
+    for what, mine, theirs in (
+        ("channels", ours.num_channels, comm.coll_channels),
+        ("transport", ours.transport, comm.transport),
+    ):
+        if theirs is not None and mine != theirs:
+            return f"machine {machine.name} is not the host of the log: {what} {mine}, not {theirs}"
+    return Scene(comm=ours, machine=machine)
 
 
 def _differs(machine: Machine, comm: Communicator, settings: NcclSettings) -> str | None:

@@ -1,5 +1,6 @@
 """Which worker's NCCL read which variable, as its log says."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ SILENT = frozenset(
      "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_PROXY_PROFILE", "NCCL_RAS_ADDR", "NCCL_CUDA_PATH",
      "NCCL_WARN_ENABLE_DEBUG_INFO"}
 )  # fmt: skip
+_NUMBER = re.compile(r"\s*[+-]?(?:0[xX][0-9a-fA-F]+|\d+)\s*")
 #: words that NCCL_P2P_LEVEL takes, in this spelling only
 P2P_LEVELS = tuple(name for name, rank in PATH_RANK.items() if rank <= SYS)
 #: variables whose words NCCL compares without regard to case
@@ -48,9 +50,9 @@ def same_value(name: str, asked: str, read: str) -> bool:
         return read == OLD_LEVELS[min(c_integer(asked), len(OLD_LEVELS) - 1)]
     if name == "NCCL_TUNER_PLUGIN" and read.endswith(".so"):
         return asked == read or f"libnccl-tuner-{asked}.so" == read.rpartition("/")[2]
-    plain = asked.strip().lstrip("+-").isalnum() and read.strip().lstrip("+-").isalnum()
-    digits = asked.strip()[:1].isdigit() and read.strip()[:1].isdigit()
-    return plain and digits and c_integer(asked) == c_integer(read)
+    # "16MiB" is 16 to NCCL, and nobody means that
+    numbers = _NUMBER.fullmatch(asked) and _NUMBER.fullmatch(read)
+    return bool(numbers) and c_integer(asked) == c_integer(read)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

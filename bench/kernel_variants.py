@@ -42,6 +42,7 @@ class Variant:
     ahead: dict[str, str] = field(default_factory=dict)
     choice: str = "keep"
     pdl: bool | frozenset[str] = False
+    fused: bool = False
 
 
 #: op -> what it brings; "next" is the next layer's QKV projection
@@ -49,6 +50,14 @@ ROUTE, MOE = {"norm_route": "next"}, {"norm_moe_add": "next"}
 OUT, ROUTER = {"norm_linear": "out"}, {"linear_add": "router"}
 VARIANTS = {
     "plain": Variant(),
+    "fused": Variant(fused=True),
+    "fused+moe": Variant(ahead=MOE, fused=True),
+    "fused+out+moe": Variant(ahead=OUT | MOE, fused=True),
+    "fused+out+next": Variant(ahead=OUT | {"linear_route": "next"}, fused=True),
+    "fused+attn:out+moe": Variant(ahead={"qkv_attention": "out"} | MOE, fused=True),
+    "fused+pdl": Variant(pdl=True, fused=True),
+    "fused+pdl:route": Variant(pdl=frozenset({"linear_route", "other"}), fused=True),
+    "fused+pdl+moe": Variant(ahead=MOE, pdl=True, fused=True),
     "out-by-qkv": Variant(ahead=OUT),
     "router": Variant(ahead=ROUTER),
     "next-by-moe": Variant(ahead=MOE, choice="normal"),
@@ -74,7 +83,7 @@ VARIANTS = {
 }
 
 #: variants whose kernels are listed one by one
-PROFILED = ("plain", "out+router+route+moe", "pdl:all")
+PROFILED = ("plain", "out+router+route+moe", "pdl:all", "fused", "fused+out+moe")
 
 
 def _event() -> torch.cuda.Event:
@@ -102,7 +111,7 @@ def _profile(graph: torch.cuda.CUDAGraph) -> list[dict[str, object]]:
 
 
 def _capture(forward: Forward, variant: Variant) -> torch.cuda.CUDAGraph:
-    forward.prefetch = variant.ahead
+    forward.prefetch, forward.fused = variant.ahead, variant.fused
     with programmatic_launch(variant.pdl), prefetching(variant.choice):
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -184,7 +193,7 @@ def compile_kernels(size_text: str, names: list[str]) -> None:
     )
     for name in names:
         variant = VARIANTS[name]
-        forward.prefetch = variant.ahead
+        forward.prefetch, forward.fused = variant.ahead, variant.fused
         try:
             with programmatic_launch(variant.pdl), prefetching(variant.choice):
                 forward.run()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kernels.linear import norm_linear_ref
+from kernels.linear import linear_add_ref, norm_linear_ref
 from kernels.norm import rms_norm_ref
 from kernels.opset import OpSet
 
@@ -98,6 +98,15 @@ def _route_error(inputs: Inputs, outputs: Any) -> float:
     return float(torch.maximum((wanted - weight).abs().max(), missed))
 
 
+def _linear_route_error(inputs: Inputs, outputs: Any) -> float:
+    """The residual stream is right, and the choice is right for the stream that came out."""
+    total, weight, expert = outputs
+    wanted = linear_add_ref(inputs["x"], inputs["w"], inputs["residual"]).float()
+    error = (total.float() - wanted).abs().max() / wanted.abs().max()
+    routed = {"x": total, "norm": inputs["norm"], "w": inputs["router"]}
+    return max(float(error), _route_error(routed, (weight, expert)))
+
+
 def _argmax_error(inputs: Inputs, outputs: Any) -> float:
     """The logit is the token's, and no other is clearly larger."""
     token, value = outputs
@@ -137,6 +146,10 @@ def layer_cases(dims: Dims, num_sequences: int, num_tokens: int, context: int) -
         return x(device, dtype) | {
             "w": _randn(device, dtype, dims.experts, dims.hidden, scale=scale)
         }
+
+    def out_and_router(device: torch.device, dtype: torch.dtype) -> Inputs:
+        given = router(device, dtype)
+        return out(device, dtype) | {"router": given["w"], "norm": given["norm"]}
 
     def moe(device: torch.device, dtype: torch.dtype) -> Inputs:
         logits = torch.rand(rows, dims.experts, device=device)
@@ -186,6 +199,17 @@ def layer_cases(dims: Dims, num_sequences: int, num_tokens: int, context: int) -
             weights=("w",),
             min_bytes=lambda i: _bytes(i["w"]),
             check=_route_error,
+        ),
+        Case(
+            name="linear_route",
+            tuned=("linear_route",),
+            make=out_and_router,
+            run=lambda ops, i: ops.linear_route(
+                i["x"], i["w"], i["residual"], i["norm"], eps, i["router"], dims.top_k
+            )[:3],
+            weights=("w", "router"),
+            min_bytes=lambda i: _bytes(i["w"], i["router"]),
+            check=_linear_route_error,
         ),
         Case(
             name="norm_moe_add",

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from kernels import attention_kernel, linear, moe_down, moe_gate_up, router, tuning
+from kernels import attention_kernel, linear, linear_route, moe_down, moe_gate_up, router, tuning
 from kernels.basic_cases import basic_cases
 from kernels.catalog import MIXTRAL_8X7B_TP8, QWEN3_30B_A3B, Case, Dims, layer_cases
 from kernels.compile_unit import SHARED_LIMIT_BYTES, Unit, compile_unit, unit_of
@@ -56,6 +56,10 @@ def candidates_for(op: str, dims: Dims, num_sequences: int, num_tokens: int) -> 
         return linear.candidates(rows, width, dims.hidden)
     if op == "linear_add":
         return linear.candidates(rows, dims.hidden, q_width)
+    if op == "linear_route":
+        if rows > linear_route.MAX_TOKENS:
+            return []
+        return linear_route.candidates(rows, dims.hidden, q_width)
     if op == "lm_head":
         return linear.candidates(rows, dims.vocab, dims.hidden)
     if op == "norm_route":

@@ -36,7 +36,7 @@ _TYPES = {
     torch.bool: "i1",
 }
 #: arguments whose type is the model's
-_WEIGHTS = ("weight", "gate_up", "down", "k_cache")
+_WEIGHTS = ("weight", "router", "gate_up", "down", "k_cache")
 _OPTIONS = ("num_warps", "launch_pdl")
 
 

@@ -5,6 +5,7 @@ references' chain; the engine has its own forward, from checkpoints and with ten
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -13,7 +14,9 @@ from kernels.opset import OpSet, opset
 
 EPS = 1e-6
 #: ops that can bring a weight into L2 for a later one
-PREFETCHERS = ("norm_linear", "qkv_attention", "linear_add", "norm_route", "norm_moe_add")
+PREFETCHERS = (
+    "norm_linear", "qkv_attention", "linear_add", "norm_route", "linear_route", "norm_moe_add",
+)  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +28,8 @@ class Forward:
     x: torch.Tensor
     layers: list[Inputs]
     head: Inputs
+    #: the output projection and the router as one op
+    fused: bool = False
     #: op -> what it brings into L2: "out", "router", or "next" (the next layer's QKV projection)
     prefetch: dict[str, str] = field(default_factory=dict)
     token: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -42,21 +47,28 @@ class Forward:
                 w["k_cache"], w["v_cache"], w["slot"], w["prefix"], w["mask"],
                 self.dims.head_size**-0.5, **ahead["qkv_attention"],
             )  # fmt: skip
-            x = ops.linear_add(o, w["out"], x, **ahead["linear_add"])
-            weight, expert = ops.norm_route(
-                x, w["norm"], EPS, w["router"], self.dims.top_k, **ahead["norm_route"]
-            )
+            given = ahead["norm_moe_add"]
+            if self.fused:
+                x, weight, expert, normed = ops.linear_route(
+                    o, w["out"], x, w["norm"], EPS, w["router"], self.dims.top_k,
+                    **ahead["linear_route"],
+                )  # fmt: skip
+                given = given | {"normed": normed}
+            else:
+                x = ops.linear_add(o, w["out"], x, **ahead["linear_add"])
+                weight, expert = ops.norm_route(
+                    x, w["norm"], EPS, w["router"], self.dims.top_k, **ahead["norm_route"]
+                )
             self.experts.append(expert)
             x = ops.norm_moe_add(
-                x, w["norm"], EPS, w["gate_up"], w["down"], weight, expert, x,
-                **ahead["norm_moe_add"],
-            )  # fmt: skip
+                x, w["norm"], EPS, w["gate_up"], w["down"], weight, expert, x, **given
+            )
         self.hidden = x
         self.token, _ = ops.norm_linear_argmax(x, self.head["norm"], EPS, self.head["w"])
 
-    def _ahead(self, layer: int) -> dict[str, dict[str, torch.Tensor]]:
+    def _ahead(self, layer: int) -> dict[str, dict[str, Any]]:
         """What each op of a layer brings into L2, as its keyword argument."""
-        given: dict[str, dict[str, torch.Tensor]] = {name: {} for name in PREFETCHERS}
+        given: dict[str, dict[str, Any]] = {name: {} for name in PREFETCHERS}
         for op, name in self.prefetch.items():
             if name == "next" and layer + 1 < len(self.layers):
                 tensor = self.layers[layer + 1]["qkv"]

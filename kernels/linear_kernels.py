@@ -117,22 +117,17 @@ def linear_tokens_kernel(
 
 
 @triton.jit
-def linear_matrix_kernel(
-    x, added, gain, weight, residual, out, total, best_value, best_index,
-    partial, partial_squares, counters,
-    ahead, ahead_bytes, T, OUT, x_stride, weight_stride, out_stride, eps,
-    K: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    STORE: tl.constexpr, ARGMAX: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+def matrix_product(
+    x, added, gain, weight, total, o, t, pid_o, pid_k, T, OUT, x_stride, weight_stride,
+    K: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+    SWAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    pid_o = tl.program_id(0)
-    pid_k = tl.program_id(1)
-    pid_t = tl.program_id(2)
+    """``(products [BLOCK_T, BLOCK_O], sums of squares [BLOCK_T])`` of part ``pid_k`` of the inputs.
+
+    Waits for the predecessor before it reads x.
+    """
     PART: tl.constexpr = (K + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K) * BLOCK_K
-    o = pid_o * BLOCK_O + tl.arange(0, BLOCK_O)
-    t = pid_t * BLOCK_T + tl.arange(0, BLOCK_T)
     k = pid_k * PART + tl.arange(0, BLOCK_K)
     rows = weight + o.to(tl.int64)[:, None] * weight_stride
     if PDL:
@@ -173,10 +168,32 @@ def linear_matrix_kernel(
             acc = dot(tile, tl.trans(v), acc, PRECISION)
         else:
             acc = dot(v, tl.trans(tile), acc, PRECISION)
-    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     if SWAP:
         acc = tl.trans(acc)
-    squares = tl.sum(squares_all, axis=1)
+    return acc, tl.sum(squares_all, axis=1)
+
+
+@triton.jit
+def linear_matrix_kernel(
+    x, added, gain, weight, residual, out, total, best_value, best_index,
+    partial, partial_squares, counters,
+    ahead, ahead_bytes, T, OUT, x_stride, weight_stride, out_stride, eps,
+    K: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    STORE: tl.constexpr, ARGMAX: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    pid_o = tl.program_id(0)
+    pid_k = tl.program_id(1)
+    pid_t = tl.program_id(2)
+    o = pid_o * BLOCK_O + tl.arange(0, BLOCK_O)
+    t = pid_t * BLOCK_T + tl.arange(0, BLOCK_T)
+    acc, squares = matrix_product(
+        x, added, gain, weight, total, o, t, pid_o, pid_k, T, OUT, x_stride, weight_stride, K,
+        HAS_ADDED, HAS_NORM, BLOCK_T, BLOCK_O, BLOCK_K, SPLIT_K, STAGES, SWAP, PRECISION, PDL,
+    )  # fmt: skip
+    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     if SPLIT_K > 1:
         block = (pid_t * tl.num_programs(0) + pid_o).to(tl.int64)
         inner = tl.arange(0, BLOCK_T)[:, None] * BLOCK_O + tl.arange(0, BLOCK_O)[None, :]

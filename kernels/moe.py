@@ -9,7 +9,7 @@ from torch.nn.functional import linear, silu
 from kernels import moe_down, moe_gate_up
 from kernels.launch import require
 from kernels.moe_rows import make_slots
-from kernels.norm import rms_norm_ref
+from kernels.norm import Normed, rms_norm_ref
 from kernels.tuning import config_for
 
 #: tokens x elements of gate_up up to which computing every expert beats a loop over them (one core:
@@ -99,8 +99,12 @@ def norm_moe_add_ref(
     expert_TK: torch.Tensor,
     residual_TH: torch.Tensor | None,
     prefetch: torch.Tensor | None = None,
+    normed: Normed | None = None,
 ) -> torch.Tensor:
-    """``moe_mlp(rms_norm(x)) + residual`` (None: no addition)."""
+    """``moe_mlp(rms_norm(x)) + residual`` (None: no addition).
+
+    ``prefetch`` and ``normed`` change nothing here: see ``norm_moe_add``.
+    """
     y_TH = moe_mlp_ref(
         rms_norm_ref(x_TH, norm_weight_H, eps), gate_up_EJH, down_EHI, weight_TK, expert_TK
     )
@@ -118,6 +122,7 @@ def _run(
     residual_TH: torch.Tensor | None,
     out_TH: torch.Tensor | None,
     prefetch: torch.Tensor | None = None,
+    normed: Normed | None = None,
 ) -> torch.Tensor:
     num_experts, double, hidden = gate_up_EJH.shape
     inter = double // 2
@@ -169,8 +174,15 @@ def _run(
         )
         active = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     slots = make_slots(expert_TK, num_experts, first.get("block_t", 16))
+    scale_T = None
+    if normed is not None:
+        require(
+            normed.weighted_TH.shape == x_TH.shape and normed.weighted_TH.is_contiguous(),
+            f"moe: the normed rows {list(normed.weighted_TH.shape)} do not fit x",
+        )
+        (x_TH, scale_T), norm_weight_H = normed, None
     hidden_PI = moe_gate_up.run_gate_up(
-        x_TH, norm_weight_H, eps, gate_up_EJH, expert_TK, first, slots, active
+        x_TH, norm_weight_H, eps, gate_up_EJH, expert_TK, first, slots, active, scale_T
     )
     out = x_TH.new_empty(num_tokens, hidden) if out_TH is None else out_TH
     if second.get("block_t", 16) != first.get("block_t", 16):
@@ -212,12 +224,14 @@ def norm_moe_add(
     residual_TH: torch.Tensor | None,
     out_TH: torch.Tensor | None = None,
     prefetch: torch.Tensor | None = None,
+    normed: Normed | None = None,
 ) -> torch.Tensor:
     """As ``norm_moe_add_ref``; ``out_TH`` may be given, and may be ``residual_TH`` itself.
 
-    The last kernel's last programs bring ``prefetch`` into L2.
+    The last kernel's last programs bring ``prefetch`` into L2. ``normed`` is the norm of x as
+    ``linear_route`` leaves it: it spares taking the norm again.
     """
     return _run(
         x_TH, norm_weight_H, eps, gate_up_EJH, down_EHI, weight_TK, expert_TK, residual_TH, out_TH,
-        prefetch,
+        prefetch, normed,
     )  # fmt: skip

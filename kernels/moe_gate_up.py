@@ -28,10 +28,11 @@ MATRIX, PAIR, SHARED = 0, 1, 2
 
 @triton.jit
 def gate_up_vector_kernel(
-    x, gain, gate_up, experts, out, active, num_active, P, eps, x_stride, expert_stride, row_stride,
+    x, gain, norm_scale, gate_up, experts, out, active, num_active, P, eps, x_stride, expert_stride,
+    row_stride,
     H: tl.constexpr, INTER: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr,
-    LIST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+    HAS_SCALE: tl.constexpr, LIST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0)
     i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -67,16 +68,21 @@ def gate_up_vector_kernel(
         scale = tl.rsqrt(tl.sum(squares, axis=0) / H + eps)
         g *= scale
         u *= scale
+    if HAS_SCALE:
+        scale = tl.load(norm_scale + pair // K)
+        g *= scale
+        u *= scale
     y = g / (1.0 + tl.exp(-g)) * u
     tl.store(out + pair.to(tl.int64) * INTER + i, y.to(out.dtype.element_ty), mask=in_i)
 
 
 @triton.jit
 def gate_up_shared_kernel(
-    x, gain, gate_up, experts, out, active, num_active, P, eps, x_stride, expert_stride, row_stride,
+    x, gain, norm_scale, gate_up, experts, out, active, num_active, P, eps, x_stride, expert_stride,
+    row_stride,
     H: tl.constexpr, INTER: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr,
-    LIST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+    HAS_SCALE: tl.constexpr, LIST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # whole rows of an expert stay in registers while its tokens pass by, one after the other
     pair = tl.program_id(0)
@@ -108,6 +114,10 @@ def gate_up_shared_kernel(
             v *= tl.rsqrt(tl.sum(v * v, axis=0) / H + eps) * factor
         g = tl.sum(w_gate.to(tl.float32) * v[None, :], axis=1)
         u = tl.sum(w_up.to(tl.float32) * v[None, :], axis=1)
+        if HAS_SCALE:
+            scale = tl.load(norm_scale + pair // K)
+            g *= scale
+            u *= scale
         y = g / (1.0 + tl.exp(-g)) * u
         tl.store(out + pair.to(tl.int64) * INTER + i, y.to(out.dtype.element_ty), mask=in_i)
         following = tl.min(tl.where((ids == e) & (p > pair), p, BLOCK_P), axis=0)
@@ -116,12 +126,12 @@ def gate_up_shared_kernel(
 
 @triton.jit
 def gate_up_matrix_kernel(
-    x, gain, gate_up, experts, order, tile_expert, tile_first, tile_count, out, active, num_active,
-    P, num_slots, x_stride, eps, expert_stride, row_stride,
+    x, gain, norm_scale, gate_up, experts, order, tile_expert, tile_first, tile_count, out, active,
+    num_active, P, num_slots, x_stride, eps, expert_stride, row_stride,
     H: tl.constexpr, INTER: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr,
-    LIST: tl.constexpr, SLOT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
-    SWAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    HAS_SCALE: tl.constexpr, LIST: tl.constexpr, SLOT: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr,
+    STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pid_i = tl.program_id(0)
     slot = tl.program_id(1)
@@ -181,6 +191,10 @@ def gate_up_matrix_kernel(
             acc_up = tl.trans(acc_up)
         if HAS_NORM:
             scale = tl.rsqrt(tl.sum(squares, axis=1) / H + eps)[:, None]
+            acc_gate *= scale
+            acc_up *= scale
+        if HAS_SCALE:
+            scale = tl.load(norm_scale + pair // K, mask=in_m, other=0.0)[:, None]
             acc_gate *= scale
             acc_up *= scale
         y = acc_gate / (1.0 + tl.exp(-acc_gate)) * acc_up
@@ -267,8 +281,12 @@ def run_gate_up(
     config: Config,
     slots: Slots,
     active: torch.Tensor | None,
+    scale_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``hidden_PI``; ``active`` (int32 [E + 1]) gets the touched experts and, last, how many."""
+    """``hidden_PI``; ``active`` (int32 [E + 1]) gets the touched experts and, last, how many.
+
+    With ``scale_T`` the rows of x already carry the norm's gain and only lack their scale.
+    """
     num_experts, double, hidden = gate_up_EJH.shape
     inter = double // 2
     num_tokens, top_k = expert_TK.shape
@@ -280,7 +298,9 @@ def run_gate_up(
     if gain_H is not None and config.get("norm_first"):
         # a kernel of its own for the norm leaves the product's loop with loads and dots alone
         x_TH, gain_H = rms_norm(x_TH, gain_H, eps), None
-    flags = {"H": hidden, "INTER": inter, "K": top_k, "HAS_NORM": gain_H is not None}
+    flags = {"H": hidden, "INTER": inter, "K": top_k, "HAS_NORM": gain_H is not None,
+             "HAS_SCALE": scale_T is not None}  # fmt: skip
+    norm_scale = gain if scale_T is None else scale_T
     listed = active is not None
     # what a flag switches off still needs a pointer of a fixed type
     place = active if active is not None else expert_TK
@@ -293,17 +313,18 @@ def run_gate_up(
         )
         launch(
             gate_up_vector_kernel if config["vector"] == PAIR else gate_up_shared_kernel,
-            (num_pairs + (1 if listed else 0), blocks), x_TH, gain, gate_up_EJH, expert_TK, out_PI,
-            place, number, num_pairs, eps, *strides, **flags, E=num_experts, LIST=listed,
-            BLOCK_P=pow2(num_pairs), BLOCK_E=pow2(num_experts), BLOCK_I=config["block_i"],
-            BLOCK_H=config["block_h"], PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
+            (num_pairs + (1 if listed else 0), blocks), x_TH, gain, norm_scale, gate_up_EJH,
+            expert_TK, out_PI, place, number, num_pairs, eps, *strides, **flags, E=num_experts,
+            LIST=listed, BLOCK_P=pow2(num_pairs), BLOCK_E=pow2(num_experts),
+            BLOCK_I=config["block_i"], BLOCK_H=config["block_h"],
+            PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
         )  # fmt: skip
         return out_PI
     launch(
         gate_up_matrix_kernel, (blocks, slots.count + (1 if listed else 0)),
-        x_TH, gain, gate_up_EJH, expert_TK, slots.order, slots.tile_expert, slots.tile_first,
-        slots.tile_count, out_PI, place, number, num_pairs, slots.count, strides[0], eps,
-        *strides[1:],
+        x_TH, gain, norm_scale, gate_up_EJH, expert_TK, slots.order, slots.tile_expert,
+        slots.tile_first, slots.tile_count, out_PI, place, number, num_pairs, slots.count,
+        strides[0], eps, *strides[1:],
         **flags, E=num_experts, LIST=listed, SLOT=slots.kind, BLOCK_P=slots.block_p,
         BLOCK_E=pow2(num_experts), BLOCK_T=config["block_t"], BLOCK_I=config["block_i"],
         BLOCK_H=config["block_h"], STAGES=config["stages"], SWAP=bool(config.get("swap")),

@@ -1,7 +1,10 @@
+# ruff: noqa: N815 - fields are tensors with shape suffixes
 """RMSNorm, alone and with the residual addition before it.
 
 T tokens, H hidden.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,6 +15,13 @@ from kernels.launch import launch, pdl_for, pow2, require
 
 #: a row is held whole by one program
 MAX_HIDDEN = 32768
+
+
+class Normed(NamedTuple):
+    """RMSNorm taken apart: ``x * gain`` (T, H) and each row's scale (T, fp32) for the product."""
+
+    weighted_TH: torch.Tensor
+    scale_T: torch.Tensor
 
 
 def rms_norm_ref(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:

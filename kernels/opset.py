@@ -50,6 +50,7 @@ from kernels.linear import (
     norm_linear,
     norm_linear_ref,
 )
+from kernels.linear_route import linear_route, linear_route_ref
 from kernels.moe import moe_mlp, moe_mlp_ref, norm_moe_add, norm_moe_add_ref
 from kernels.norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from kernels.qkv_attention import qkv_attention, qkv_attention_ref
@@ -87,6 +88,7 @@ class OpSet:
     linear_add: Op
     qkv_attention: Op
     norm_route: Op
+    linear_route: Op
     norm_moe_add: Op
     norm_lm_head: Op
     norm_linear_argmax: Op
@@ -122,6 +124,7 @@ def opset(name: str) -> OpSet:
             linear_add=linear_add_ref,
             qkv_attention=qkv_attention_ref,
             norm_route=norm_route_ref,
+            linear_route=linear_route_ref,
             norm_moe_add=norm_moe_add_ref,
             norm_lm_head=norm_linear_ref,
             norm_linear_argmax=norm_linear_argmax_ref,
@@ -153,6 +156,7 @@ def opset(name: str) -> OpSet:
             linear_add=linear_add,
             qkv_attention=qkv_attention,
             norm_route=norm_route,
+            linear_route=linear_route,
             norm_moe_add=norm_moe_add,
             norm_lm_head=norm_lm_head,
             norm_linear_argmax=norm_linear_argmax,

@@ -80,11 +80,12 @@ def norm_route_ref(
 
 
 @triton.jit
-def _choose(
+def choose(
     logits, t, in_t, bias, out_weight, out_expert, scale,
     E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """Store the K best of each token's E logits and their weights."""
     e = tl.arange(0, BLOCK_E)
     is_expert = (e < E)[None, :]
     if SIGMOID:
@@ -140,7 +141,7 @@ def route_kernel(
         mask=in_t[:, None] & (e < E)[None, :],
         other=0.0,
     ).to(tl.float32)
-    _choose(
+    choose(
         values, t, in_t, bias, out_weight, out_expert, scale,
         E, K, HAS_BIAS, SIGMOID, RENORMALIZE, BLOCK_T, BLOCK_E, BLOCK_K,
     )  # fmt: skip
@@ -204,7 +205,7 @@ def norm_route_kernel(
             )
             squares += tl.load(base_squares + s * BLOCK_T + inner, cache_modifier=".cg")
         logits *= tl.rsqrt(squares / H + eps)[:, None]
-        _choose(
+        choose(
             logits, t, in_t, bias, out_weight, out_expert, scale,
             E, K, HAS_BIAS, SIGMOID, RENORMALIZE, BLOCK_T, BLOCK_E, BLOCK_K,
         )  # fmt: skip
@@ -246,7 +247,7 @@ def norm_route_rows_kernel(
             other=0.0,
             cache_modifier=".cg",
         )
-        _choose(
+        choose(
             values, t_all, in_t, bias, out_weight, out_expert, scale,
             E, K, HAS_BIAS, SIGMOID, RENORMALIZE, BLOCK_T, BLOCK_E, BLOCK_K,
         )  # fmt: skip

@@ -40,6 +40,12 @@ def estimate(kernel: str, blocks: Mapping[str, int], element_bytes: int) -> int:
     if kernel == "linear_matrix_kernel":
         sizes = (blocks["BLOCK_T"], blocks["BLOCK_O"], blocks["BLOCK_K"])
         return _matrix(*sizes, stages, element_bytes, swapped)
+    if kernel == "linear_route_matrix_kernel":
+        sizes = (blocks["BLOCK_T"], blocks["BLOCK_O"], blocks["BLOCK_K"])
+        # the router's columns and their product change layout
+        router = blocks["BLOCK_E"] * blocks["BLOCK_O"] * element_bytes
+        product = blocks["BLOCK_E"] * blocks["BLOCK_T"] * 4
+        return _matrix(*sizes, stages, element_bytes, swapped) + router + product
     if kernel == "gate_up_matrix_kernel":
         sizes = (blocks["BLOCK_T"], blocks["BLOCK_I"], blocks["BLOCK_H"])
         return _matrix(*sizes, stages, element_bytes, swapped, tiles=2)
@@ -83,6 +89,7 @@ def estimated_shared_bytes(
     kernels = {
         "norm_linear": "linear_matrix_kernel",
         "linear_add": "linear_matrix_kernel",
+        "linear_route": "linear_route_matrix_kernel",
         "lm_head": "linear_matrix_kernel",
         "norm_route": "norm_route_kernel",
         "moe_gate_up": "gate_up_matrix_kernel",

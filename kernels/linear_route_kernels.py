@@ -1,0 +1,185 @@
+"""The kernels behind ``linear_route``: a linear layer whose last program chooses the experts.
+
+T tokens, K inputs, OUT outputs (the residual stream), E experts, TOP experts per token. A program
+has finished columns of the residual stream in registers: their share of the router's logits and of
+the row's sum of squares costs it one small product. The last program of all adds the shares, scales
+the logits by the norm and chooses.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.device import dot, last_to_arrive, wait_for_predecessor
+from kernels.linear_kernels import LAST_PROGRAMS, matrix_product
+from kernels.prefetch import prefetch_from_last
+from kernels.router import choose
+
+
+@triton.jit
+def linear_route_vector_kernel(
+    x, weight, residual, out, gain, router, bias, normed, norm_scale, out_weight, out_expert,
+    partial, partial_logits, partial_squares, counters, ahead, ahead_bytes,
+    OUT, x_stride, weight_stride, router_stride, eps, scale,
+    T: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    o = pid * BLOCK_O + tl.arange(0, BLOCK_O)
+    k = tl.arange(0, BLOCK_K)
+    e = tl.arange(0, BLOCK_E)
+    in_o = o < OUT
+    rows = weight + o.to(tl.int64)[:, None] * weight_stride + k[None, :]
+    tile = tl.load(
+        rows, mask=in_o[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first"
+    )
+    router_tile = tl.load(
+        router + e.to(tl.int64)[:, None] * router_stride + o[None, :],
+        mask=(e < E)[:, None] & in_o[None, :],
+        other=0.0,
+    )
+    g = tl.load(gain + o, mask=in_o, other=0.0).to(tl.float32)
+    wait_for_predecessor(PDL)
+    acc = tl.zeros([BLOCK_O, BLOCK_K], dtype=tl.float32)
+    for k0 in tl.static_range(0, K, BLOCK_K):
+        in_k = k0 + k < K
+        if k0 > 0:
+            tile = tl.load(
+                rows + k0,
+                mask=in_o[:, None] & in_k[None, :],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+        v = tl.load(x + k0 + k, mask=in_k, other=0.0).to(tl.float32)
+        acc += tile.to(tl.float32) * v[None, :]
+    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
+    y = tl.sum(acc, axis=1)
+    if HAS_RESIDUAL:
+        y += tl.load(residual + o, mask=in_o, other=0.0).to(tl.float32)
+    y = y.to(out.dtype.element_ty)
+    tl.store(out + o, y, mask=in_o)
+    wide = y.to(tl.float32)
+    weighted = wide * g
+    tl.store(normed + o, weighted.to(normed.dtype.element_ty), mask=in_o)
+    share = tl.sum(router_tile.to(tl.float32) * weighted[None, :], axis=1)
+    tl.store(partial_logits + pid * BLOCK_E + e, share)
+    tl.store(partial_squares + pid, tl.sum(wide * wide, axis=0))
+    if last_to_arrive(counters, NUM_BLOCKS):
+        _choose_from_shares(
+            partial_logits, partial_squares, bias, norm_scale, out_weight, out_expert, OUT, eps,
+            scale, T, E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, NUM_BLOCKS, BLOCK_N, BLOCK_R,
+            BLOCK_E, BLOCK_TOP,
+        )  # fmt: skip
+
+
+@triton.jit
+def linear_route_matrix_kernel(
+    x, weight, residual, out, gain, router, bias, normed, norm_scale, out_weight, out_expert,
+    partial, partial_logits, partial_squares, counters, ahead, ahead_bytes,
+    OUT, x_stride, weight_stride, router_stride, eps, scale,
+    T: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pid_o = tl.program_id(0)
+    pid_k = tl.program_id(1)
+    o = pid_o * BLOCK_O + tl.arange(0, BLOCK_O)
+    t = tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)
+    in_o = o < OUT
+    # the router's columns arrive while the product runs
+    router_tile = tl.load(
+        router + e.to(tl.int64)[:, None] * router_stride + o[None, :],
+        mask=(e < E)[:, None] & in_o[None, :],
+        other=0.0,
+    )
+    g = tl.load(gain + o, mask=in_o, other=0.0).to(tl.float32)
+    acc, _ = matrix_product(
+        x, x, gain, weight, out, o, t, pid_o, pid_k, T, OUT, x_stride, weight_stride, K,
+        False, False, BLOCK_T, BLOCK_O, BLOCK_K, SPLIT_K, STAGES, SWAP, PRECISION, PDL,
+    )  # fmt: skip
+    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
+    shown = (t < T)[:, None] & in_o[None, :]
+    finish = True
+    if SPLIT_K > 1:
+        inner = t[:, None] * BLOCK_O + tl.arange(0, BLOCK_O)[None, :]
+        base = partial + pid_o.to(tl.int64) * SPLIT_K * BLOCK_T * BLOCK_O
+        tl.store(base + pid_k * BLOCK_T * BLOCK_O + inner, acc, mask=shown)
+        finish = last_to_arrive(counters + pid_o, SPLIT_K)
+        if finish:
+            acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
+            for s in tl.static_range(SPLIT_K):
+                acc += tl.load(
+                    base + s * BLOCK_T * BLOCK_O + inner,
+                    mask=shown,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+    if finish:
+        where = t[:, None] * OUT + o[None, :]
+        if HAS_RESIDUAL:
+            acc += tl.load(residual + where, mask=shown, other=0.0).to(tl.float32)
+        y = acc.to(out.dtype.element_ty)
+        tl.store(out + where, y, mask=shown)
+        wide = y.to(tl.float32)
+        weighted = (wide * g[None, :]).to(normed.dtype.element_ty)
+        tl.store(normed + where, weighted, mask=shown)
+        share = dot(weighted, tl.trans(router_tile), None, PRECISION)
+        at = (pid_o * T + t)[:, None] * BLOCK_E + e[None, :]
+        tl.store(partial_logits + at, share, mask=(t < T)[:, None])
+        tl.store(partial_squares + pid_o * T + t, tl.sum(wide * wide, axis=1), mask=t < T)
+        if last_to_arrive(counters + NUM_BLOCKS, NUM_BLOCKS):
+            _choose_from_shares(
+                partial_logits, partial_squares, bias, norm_scale, out_weight, out_expert, OUT,
+                eps, scale, T, E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, NUM_BLOCKS, BLOCK_N,
+                BLOCK_R, BLOCK_E, BLOCK_TOP,
+            )  # fmt: skip
+
+
+@triton.jit
+def _choose_from_shares(
+    partial_logits, partial_squares, bias, norm_scale, out_weight, out_expert, OUT, eps, scale,
+    T: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr,
+):  # fmt: skip
+    e = tl.arange(0, BLOCK_E)
+    # as many rows as warps: choosing then crosses none
+    r = tl.arange(0, BLOCK_R)
+    logits = tl.zeros([BLOCK_R, BLOCK_E], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_R], dtype=tl.float32)
+    if T == 1:
+        # all warps take part in adding up the one token's shares
+        n = tl.arange(0, BLOCK_N)
+        shares = tl.load(
+            partial_logits + n[:, None] * BLOCK_E + e[None, :],
+            mask=(n < NUM_BLOCKS)[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        logits += tl.sum(shares, axis=0)[None, :]
+        square = tl.load(
+            partial_squares + n, mask=n < NUM_BLOCKS, other=0.0, cache_modifier=".cg"
+        )  # fmt: skip
+        squares += tl.sum(square, axis=0)
+    else:
+        for n in tl.static_range(NUM_BLOCKS):
+            at = (n * T + r)[:, None] * BLOCK_E + e[None, :]
+            logits += tl.load(
+                partial_logits + at, mask=(r < T)[:, None], other=0.0, cache_modifier=".cg"
+            )
+            squares += tl.load(
+                partial_squares + n * T + r, mask=r < T, other=0.0, cache_modifier=".cg"
+            )
+    norm = tl.rsqrt(squares / OUT + eps)
+    tl.store(norm_scale + r, norm, mask=r < T)
+    choose(
+        logits * norm[:, None], r, r < T, bias, out_weight, out_expert, scale,
+        E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, BLOCK_R, BLOCK_E, BLOCK_TOP,
+    )  # fmt: skip

@@ -1,320 +1,252 @@
-"""Record a grid of configurations of the trained tiny model as a file that ``replay`` serves.
+"""Record every configuration of a study's space as a file that ``replay`` serves.
 
-    python bench/record_grid.py --out DIR [--budget 120] [--tp 1] [--host-memory]
+    python -m bench.record_grid --out DIR [--study studies/h200-grid.yaml] [--budget 180]
+        [--passes 3] [--p2p-disable]
 
-Speculation (steps, topk, draft_tokens) times graphs (on, verify off, all off) on this GPU; with two
-or more ranks times NCCL protocol and channels too, and ``--host-memory`` sets NCCL_P2P_DISABLE=1.
-Groups that need new workers are run forth and back (A B C C B A), and the configurations inside a
-group in an order of their own each time, so that drift falls on all alike. Every repeat is written
-when it is taken; the budget ends the run cleanly wherever it is.
+One engine per group (graphs, NCCL) is started and stays, so that a repeat of any configuration
+costs no start. A pass takes every configuration at every level once, over all groups in one random
+order; every second pass is the one before it backwards, so that a linear drift falls on all alike.
+Repeats go through the engine backend, as a study's do (warm-up, output check, health, memory), and
+each is written when it is taken; the budget ends the run cleanly wherever it is.
+``--p2p-disable`` sends NCCL through host memory, the stand-in for a PCIe host.
 """
 
 import argparse
-import itertools
 import json
 import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from autotune.backends.base import BackendContext, BackendFailure, Group
+from autotune.backends.engine_args import group_mapping, resolve, study_prompts, visible_gpus
+from autotune.backends.engine_backend import EngineBackend
+from autotune.backends.recording import Recorded, recorded_line
+from autotune.launch import speculation_mapping
+from autotune.schemas import Study
+from autotune.space import baseline_knobs, build_space
+from autotune.study_file import load_study
+from autotune.workloads import study_workloads
+from engine.api import Engine
+from engine.config import LaunchConfig, SpeculationConfig
+from engine.results import Request
+from model.spec import Knobs, Workload
+
 ROOT = Path(__file__).resolve().parent.parent
-# this folder goes: here "engine" would be bench/engine.py, not the package
-sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p).resolve() != ROOT / "bench")]
-
-from autotune.backends.engine_measurement import measured  # noqa: E402
-from autotune.backends.recording import Recorded, _line  # noqa: E402
-from autotune.provenance import collect_provenance  # noqa: E402
-from autotune.records import Failure, Measurement  # noqa: E402
-from bench.engine_tiny import OFF, tiny_config, tiny_requests  # noqa: E402
-from engine.api import Engine  # noqa: E402
-from engine.config import SpeculationConfig  # noqa: E402
-from engine.errors import EngineError  # noqa: E402
-from engine.host import machine_fingerprint  # noqa: E402
-from model.spec import Knobs, Workload  # noqa: E402
-
-#: starts of one group, and seconds that are too few for another repeat
-_MAX_STARTS, _LEAST_S = 3, 3.0
-INPUT_LEN, OUTPUT_LEN, LEVELS = 64, 65, (1, 8)
-#: "cpu" tries the script out
-DEVICE = os.environ.get("RECORD_DEVICE", "cuda")
-#: (steps, topk, draft_tokens)
-TREES = tuple(
-    [(steps, 1, steps + 1) for steps in range(1, 8)]
-    + [(1, 2, 3), (1, 4, 5), (1, 8, 9)]
-    + [(2, k, t) for k, t in ((2, 4), (2, 7), (4, 8), (4, 16), (8, 16))]
-    + [(3, k, t) for k, t in ((2, 4), (2, 8), (4, 8), (4, 16), (4, 24), (8, 16), (8, 32))]
-    + [(4, k, t) for k, t in ((2, 8), (4, 8), (4, 16), (4, 32), (8, 16), (8, 32))]
-    + [(5, k, t) for k, t in ((2, 8), (4, 16), (4, 32), (8, 32))]
-    + [(6, 4, 16)]
-)
-GRAPHS = {
-    "on": {"decode": True, "draft": True, "verify": True, "extend": True},
-    "verify off": {"decode": True, "draft": True, "verify": False, "extend": True},
-    "off": {"decode": False, "draft": False, "verify": False, "extend": False},
-}
+#: seconds that are too few for another repeat, failures after which a configuration is left out
+_LEAST_S, _MOST_FAILURES = 3.0, 2
+#: processes that compile kernels side by side
+_WARM_PARTS = 12
+Cell = tuple[Knobs, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """What needs new workers."""
-
-    name: str
-    graphs: dict[str, bool]
-    proto: str
-    max_channels: int | None
+class _Host:
+    num_gpus: int
 
 
-def groups(tp: int) -> list[Group]:
-    """Graphs alone on one GPU; NCCL protocol and channels too on several."""
-    if tp == 1:
-        return [Group(name, flags, "auto", None) for name, flags in GRAPHS.items()]
-    nccl = [("auto", None), ("LL", 4), ("LL128", None), ("Simple", 4)]
-    found = [Group(f"on, {p}/{c}", GRAPHS["on"], p, c) for p, c in nccl]
-    return [*found, Group("verify off, auto", GRAPHS["verify off"], "auto", None)]
+def all_knobs(study: Study) -> tuple[list[Knobs], Knobs]:
+    """Every knobs of the study's space on this host, its baseline first; and the baseline."""
+    space = build_space(study.space, _Host(max(visible_gpus(), 1)))
+    baseline = baseline_knobs(space, study.space)
+    pool = {baseline.id: baseline}
+    pool |= {knobs.id: knobs for knobs in (space.at(index) for index in range(space.size))}
+    return list(pool.values()), baseline
 
 
-def speculations() -> list[SpeculationConfig]:
-    """The baseline and every tree."""
-    return [
-        OFF,
-        *(SpeculationConfig(method="eagle3", steps=s, topk=k, draft_tokens=t) for s, k, t in TREES),
-    ]
-
-
-def knobs_of(group: Group, speculation: SpeculationConfig, tp: int) -> Knobs:
-    """The configuration as the rest of the tool names it."""
-    return Knobs.of(
-        {
-            "speculation.method": speculation.method,
-            "speculation.steps": speculation.steps,
-            "speculation.topk": speculation.topk,
-            "speculation.draft_tokens": 0
-            if speculation.method == "off"
-            else speculation.num_tokens,
-            "parallel.tp": tp,
-            "collectives.backend": "nccl",
-            "nccl.proto": group.proto,
-            "nccl.max_channels": group.max_channels,
-            **{f"cuda_graph.{name}": on for name, on in group.graphs.items()},
-        }
-    )
-
-
-def engine_config(group: Group, tp: int, host_memory: bool) -> Any:
-    """The launch config of a group."""
-    proto = None if group.proto == "auto" else group.proto
-    on_cpu = DEVICE == "cpu"
-    return tiny_config(
-        tp=tp,
-        device=DEVICE,
-        max_concurrency=max(LEVELS),
-        cuda_graph=GRAPHS["off"] if on_cpu else group.graphs,
-        nccl={"proto": proto, "max_channels": group.max_channels},
-        environment={"NCCL_P2P_DISABLE": "1"} if host_memory else {},
-        timeout_s=60.0,
-    )
+def passes(cells: Sequence[Cell], count: int, seed: int = 0) -> Iterator[tuple[int, list[Cell]]]:
+    """(number, order) of each pass: random, then the same backwards, then random again."""
+    draws = random.Random(seed)
+    order = list(cells)
+    for number in range(count):
+        if number % 2 == 0:
+            draws.shuffle(order)
+        else:
+            order.reverse()
+        yield number, list(order)
 
 
 class Recorder:
-    """Takes repeats and writes them as they come."""
+    """One backend per group, and the file that repeats go to."""
 
-    def __init__(self, path: Path, tp: int, host_memory: bool, deadline_s: float) -> None:
-        self.path, self.tp, self.host_memory, self.deadline_s = path, tp, host_memory, deadline_s
-        self.asks = tiny_requests(max(LEVELS), INPUT_LEN, OUTPUT_LEN)
+    def __init__(self, study: Study, folder: Path, path: Path, deadline_s: float) -> None:
+        self.path, self.deadline_s = path, deadline_s
+        self.knobs, self.baseline = all_knobs(study)
+        self.workloads: dict[int, Workload] = study_workloads(study)
+        self.backends: dict[Group, EngineBackend] = {}
+        self.taken: Counter[tuple[str, int]] = Counter()
+        self.failed: Counter[str] = Counter()
         self.order = 0
-        self.repeats: dict[tuple[str, int], int] = {}
-        self.plain: dict[int, list[tuple[int, ...]]] = {}
+        first = EngineBackend(context_of(study, folder, "group0"))
+        for knobs in self.knobs:
+            group = first.group(knobs)
+            if group not in self.backends:
+                number = len(self.backends)
+                backend = EngineBackend(context_of(study, folder, f"group{number}"))
+                if number:
+                    # plain decoding of the same prompts, whatever the group
+                    backend.share_references(next(iter(self.backends.values())))
+                self.backends[group] = backend
 
     @property
     def left_s(self) -> float:
         """Seconds of the budget that are left."""
         return self.deadline_s - time.monotonic()
 
+    def open(self) -> None:
+        """Start all engines beside each other; a group that does not start is left out, said."""
+
+        def start(item: tuple[Group, EngineBackend]) -> str | None:
+            try:
+                item[1].open(item[0])
+            except BackendFailure as error:
+                return str(error)
+            return None
+
+        with ThreadPoolExecutor(4) as pool:
+            problems = list(pool.map(start, self.backends.items()))
+        for group, problem in zip(list(self.backends), problems, strict=True):
+            if problem is not None:
+                print(f"group {group.label()}: {problem}", flush=True)
+                del self.backends[group]
+
+    def close(self) -> None:
+        """Stop all engines."""
+        for backend in self.backends.values():
+            backend.close()
+
     def write(self, line: dict[str, Any]) -> None:
         """Append a line."""
         with self.path.open("a") as file:
             file.write(json.dumps(line, sort_keys=True) + "\n")
 
-    def workload(self, level: int) -> Workload:
-        """What is measured at a level."""
-        prompts = hash_of([r.prompt_ids for r in self.asks[:level]])
-        return Workload(
-            prompts="builtin:code",
-            prompts_sha256=prompts,
-            chat_template=None,
-            input_len=INPUT_LEN,
-            output_len=OUTPUT_LEN,
-            context=INPUT_LEN + OUTPUT_LEN // 2,
-            temperature=0.0,
-            ignore_eos=True,
-            seed=0,
-            concurrency=level,
-        )
+    def provenance(self) -> None:
+        """Where the numbers come from: the baseline's engine stands for all."""
+        found = next(iter(self.backends.values())).provenance()
+        if os.environ.get("AUTOTUNE_COMMIT"):
+            found = found.model_copy(update={"commit": os.environ["AUTOTUNE_COMMIT"]})
+        self.write({"kind": "provenance", "provenance": found.model_dump(mode="json")})
 
-    def run_group(self, group: Group, rng: random.Random) -> None:
-        """One start: every speculation at every level, in a random order.
+    def cells(self) -> list[Cell]:
+        """What a pass takes."""
+        return [(knobs, level) for knobs in self.knobs for level in self.workloads]
 
-        A speculation that ends the workers is recorded as failed and left out; new workers go on.
-        """
-        todo = speculations()
-        rng.shuffle(todo)
-        # plain decoding first: outputs are compared with it
-        todo.sort(key=lambda s: s.method != "off")
-        starts = 0
-        while todo and starts < _MAX_STARTS and self.left_s > _LEAST_S:
-            starts += 1
-            speculation = OFF
-            try:
-                with Engine(engine_config(group, self.tp, self.host_memory)) as engine:
-                    while todo and self.left_s > _LEAST_S:
-                        speculation = todo.pop(0)
-                        for level in LEVELS:
-                            self.take(engine, group, speculation, level)
-            except EngineError as error:
-                self.failed(group, speculation, error)
-                print(f"{group.name}, {speculation}: {error.kind}: {error.message[:300]}")
-
-    def take(
-        self, engine: Engine, group: Group, speculation: SpeculationConfig, level: int
-    ) -> None:
-        """Warm up and take one repeat."""
-        knobs = knobs_of(group, speculation, self.tp)
-        some = self.asks[:level]
-        engine.generate(some, speculation, concurrency=level)
-        started = datetime.now(UTC)
-        run = engine.generate(some, speculation, concurrency=level)
-        ended = datetime.now(UTC)
-        outputs = [r.token_ids for r in run.requests]
-        if speculation.method == "off":
-            self.plain.setdefault(level, outputs)
-        same = sum(a == b for a, b in zip(outputs, self.plain.get(level, []), strict=False))
-        key = (knobs.id, level)
-        eager = [f"{n}: {how}" for n, how in run.graphs.items() if how != "captured"]
-        measurement = Measurement(
-            trial=-1,
-            knobs_id=knobs.id,
-            concurrency=level,
-            repeat=self.repeats.get(key, 0),
-            order=self.order,
-            started=started,
-            ended=ended,
-            output_check="exact" if same == len(outputs) else "unverified",
-            notes=(
-                f"{same} of {len(outputs)} outputs equal plain decoding's (bf16: near-ties part)",
-                f"group {group.name}; path {run.path}",
-                *(eager[:3] if any(group.graphs.values()) else ()),
-            ),
-            **measured(run, knobs),
-        )
-        self.repeats[key] = self.repeats.get(key, 0) + 1
+    def take(self, knobs: Knobs, level: int) -> None:
+        """One repeat; what did not run is in the file as well."""
+        backend = next(iter(self.backends.values()))
+        backend = self.backends.get(backend.group(knobs))  # type: ignore[assignment]
+        if backend is None or self.failed[knobs.id] >= _MOST_FAILURES:
+            return
+        workload = self.workloads[level]
+        repeat = self.taken[knobs.id, level]
+        measured = backend.measure(knobs, workload, repeat)
+        measured = measured.model_copy(update={"order": self.order})
         self.order += 1
-        self.write(_line(Recorded(knobs, self.workload(level), measurement)))
-
-    def failed(self, group: Group, speculation: SpeculationConfig, error: EngineError) -> None:
-        """What did not run is in the file as well."""
-        knobs = knobs_of(group, speculation, self.tp)
-        now = datetime.now(UTC)
-        failure = Failure(
-            kind=error.kind,
-            stage=error.stage,
-            message=error.message,
-            log_tail=error.log_tail[-2000:],
-        )
-        measurement = Measurement(
-            trial=-1,
-            knobs_id=knobs.id,
-            concurrency=LEVELS[0],
-            repeat=self.repeats.get((knobs.id, LEVELS[0]), 0),
-            order=self.order,
-            started=now,
-            ended=now,
-            failure=failure,
-        )
-        self.order += 1
-        self.write(_line(Recorded(knobs, self.workload(LEVELS[0]), measurement)))
+        self.taken[knobs.id, level] += 1
+        if measured.failure is not None:
+            self.failed[knobs.id] += 1
+            print(f"{knobs.id} at {level}: {measured.failure.message[:200]}", flush=True)
+        self.write(recorded_line(Recorded(knobs, workload, measured)))
 
 
-def hash_of(value: object) -> str:
-    """sha256 of a value's JSON."""
-    import hashlib
-
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def warm(parts: int) -> None:
-    """Compile the kernels of all shapes in parallel processes, into Triton's cache."""
-    code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import bench.record_grid as g\n"
-        "from engine.api import Engine\n"
-        "part = int(sys.argv[1])\n"
-        "with Engine(g.engine_config(g.groups(1)[-1], 1, False)) as e:\n"
-        "    asks = g.tiny_requests(max(g.LEVELS), g.INPUT_LEN, 3)\n"
-        f"    for s in g.speculations()[part::{parts}]:\n"
-        "        for level in g.LEVELS: e.generate(asks[:level], s, concurrency=level)\n"
+def context_of(study: Study, folder: Path, name: str) -> BackendContext:
+    """The engine backend needs no machine and no model."""
+    return BackendContext(
+        study=study, study_dir=folder, machine=None, predictor=None, log_dir=folder / name
     )
+
+
+def warm(study_file: Path) -> None:
+    """Compile the kernels of all shapes in parallel processes, into Triton's cache."""
     processes = [
-        subprocess.Popen([sys.executable, "-c", code, str(n)], stderr=subprocess.PIPE, text=True)
-        for n in range(parts)
-    ]
+        subprocess.Popen(
+            [sys.executable, "-m", "bench.record_grid", "--study", str(study_file), "--out", ".",
+             "--warm-part", str(part)],
+            cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        )
+        for part in range(_WARM_PARTS)
+    ]  # fmt: skip
     for number, process in enumerate(processes):
         error = process.communicate()[1]
         if process.returncode:
-            print(f"warm {number}: exit code {process.returncode}\n{error[-1500:]}", flush=True)
+            print(f"warm {number}: exit code {process.returncode}\n{error[-800:]}", flush=True)
 
 
-def forth_and_back(found: list[Group]) -> Iterator[list[Group]]:
-    """A B C, then C B A, and so on."""
-    for turn in itertools.count():
-        yield found if turn % 2 == 0 else found[::-1]
+def warm_part(study: Study, part: int) -> None:
+    """One process of ``warm``: its share of the trees at every level, a few tokens each."""
+    context = context_of(study, ROOT, "warm")
+    pool, baseline = all_knobs(study)
+    mapping = group_mapping(study, resolve(context), dict(first_group(context, baseline).settings))
+    specs = {
+        SpeculationConfig.model_validate(speculation_mapping(k)).model_dump_json() for k in pool
+    }
+    ids = study_prompts(study, max(study.workload.concurrency)).token_ids
+    with Engine(LaunchConfig.model_validate(mapping)) as engine:
+        for text in sorted(specs)[part::_WARM_PARTS]:
+            speculation = SpeculationConfig.model_validate_json(text)
+            for level in study.workload.concurrency:
+                few = [
+                    Request(prompt_ids=i, max_new_tokens=6, ignore_eos=True) for i in ids[:level]
+                ]
+                engine.generate(few, speculation, concurrency=level)
+                if speculation.method == "off":
+                    engine.generate(few, speculation, concurrency=level, margins=True)
+
+
+def first_group(context: BackendContext, baseline: Knobs) -> Group:
+    """The group of the baseline."""
+    return EngineBackend(context).group(baseline)
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--budget", type=float, default=120.0)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--host-memory", action="store_true")
+    parser.add_argument("--study", type=Path, default=ROOT / "studies" / "h200-grid.yaml")
+    parser.add_argument("--budget", type=float, default=180.0, help="seconds, starts included")
     parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--p2p-disable", action="store_true", help="NCCL through host memory")
+    parser.add_argument("--warm-part", type=int, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
     start_s = time.monotonic()
-    if DEVICE == "cuda":
-        warm(12)
-    print(f"warm after {time.monotonic() - start_s:.0f} s", flush=True)
-    path = args.out / f"grid-tp{args.tp}.jsonl"
-    recorder = Recorder(path, args.tp, args.host_memory, start_s + args.budget)
-    config = engine_config(groups(args.tp)[0], args.tp, args.host_memory).model_dump(mode="json")
-    provenance = collect_provenance(
-        {"backend": "engine", "engine": config},
-        device=DEVICE,
-        ranks=(),
-        machine_fingerprint=machine_fingerprint(),
-        nccl={},
-    )
-    if os.environ.get("AUTOTUNE_COMMIT"):
-        provenance = provenance.model_copy(update={"commit": os.environ["AUTOTUNE_COMMIT"]})
-    recorder.write({"kind": "provenance", "provenance": provenance.model_dump(mode="json")})
-    rng = random.Random(0)
-    for turn in itertools.islice(forth_and_back(groups(args.tp)), args.passes):
-        for group in turn:
-            if recorder.left_s < 15:
-                break
-            began_s = time.monotonic()
-            recorder.run_group(group, rng)
+    if args.p2p_disable:
+        os.environ["NCCL_P2P_DISABLE"] = "1"
+    study = load_study(args.study).study
+    if args.warm_part is not None:
+        warm_part(study, args.warm_part)
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    if study.backend.args.get("device") == "cuda":
+        warm(args.study.resolve())
+        print(f"warm after {time.monotonic() - start_s:.0f} s", flush=True)
+    path = args.out / f"{study.name}.jsonl"
+    recorder = Recorder(study, args.out / "logs", path, start_s + args.budget)
+    try:
+        recorder.open()
+        print(f"{len(recorder.backends)} engines after {time.monotonic() - start_s:.0f} s")
+        recorder.provenance()
+        # the baseline first: what others' outputs are compared with
+        for level in recorder.workloads:
+            recorder.take(recorder.baseline, level)
+        for number, order in passes(recorder.cells(), args.passes):
+            for knobs, level in order:
+                if recorder.left_s < _LEAST_S:
+                    break
+                recorder.take(knobs, level)
             print(
-                f"{group.name}: {time.monotonic() - began_s:.0f} s, {recorder.order} repeats",
-                flush=True,
+                f"pass {number}: {recorder.order} repeats, {recorder.left_s:.0f} s left", flush=True
             )
-    num = len(recorder.repeats)
-    print(f"{path}: {recorder.order} repeats of {num} (knobs, level) pairs")
+    finally:
+        recorder.close()
+    least = min((recorder.taken[k.id, level] for k, level in recorder.cells()), default=0)
+    print(f"{path}: {recorder.order} repeats of {len(recorder.knobs)} knobs, at least {least} each")
     return 0
 
 

@@ -8,6 +8,7 @@ same prompts, which the backend generates once when the study has not measured i
 import contextlib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from autotune.backends.base import (
@@ -20,14 +21,7 @@ from autotune.backends.base import (
     require_open,
     tail,
 )
-from autotune.backends.effective import (
-    environment_problems,
-    library_problems,
-    nccl_log_environment,
-    nccl_log_problems,
-    nccl_summary,
-    not_effective,
-)
+from autotune.backends.effective import nccl_log_environment, nccl_summary
 from autotune.backends.engine_args import (
     base_knobs,
     group_mapping,
@@ -37,21 +31,17 @@ from autotune.backends.engine_args import (
     study_prompts,
 )
 from autotune.backends.engine_baselines import Baselines, Prompts
+from autotune.backends.engine_health import RecentHealth
 from autotune.backends.engine_measurement import measured
+from autotune.backends.engine_proof import Proof, allreduce_sizes, prove
 from autotune.backends.output_check import Checked, Reference
 from autotune.errors import UserError
 from autotune.health import snapshot, unhealthy
 from autotune.health_watch import HealthWatch, explained
-from autotune.launch import RESTART_KNOBS, nccl_environment, speculation_mapping
+from autotune.launch import RESTART_KNOBS, speculation_mapping
 from autotune.nccl_log import parse_nccl_logs
-from autotune.provenance import collect_provenance, recorded_environment
-from autotune.records import (
-    Failure,
-    Health,
-    Measurement,
-    Provenance,
-    RankEnvironment,
-)
+from autotune.provenance import collect_provenance
+from autotune.records import Failure, Health, Measurement, Provenance
 from engine.api import Engine
 from engine.config import LaunchConfig, SpeculationConfig
 from engine.errors import EngineError
@@ -79,12 +69,16 @@ class EngineBackend:
         self._group: Group | None = None
         self._engine: Engine | None = None
         self._config: LaunchConfig | None = None
-        self._ranks: tuple[RankEnvironment, ...] = ()
-        self._nccl: dict[str, object] = {}
+        self._proof = Proof()
         self._warm: set[tuple[str, int]] = set()
         self._baselines = Baselines(exact=self._settings.dtype == "float32")
         self._prompts_of: dict[int, Prompts] = {}
         self._num_starts = 0
+        self._health = RecentHealth(lambda: snapshot(self._settings.device))
+
+    def share_references(self, other: "EngineBackend") -> None:
+        """Compare output with the plain decoding of ``other``, which measures the same study."""
+        self._baselines = other._baselines
 
     def group(self, knobs: Knobs) -> Group:
         """Settings that need new workers.
@@ -127,7 +121,7 @@ class EngineBackend:
                 self._baselines.prepare(
                     knobs, workload, prompts, lambda *what: self._plain(engine, workload, *what)
                 )
-                before = snapshot(self._settings.device)
+                before = self._health.recent()
                 stage = "measure"
                 started = datetime.now(UTC)
                 result = self._generate(engine, knobs, workload, prompts)
@@ -140,7 +134,7 @@ class EngineBackend:
         outputs = tuple(request.token_ids for request in result.requests)
         checked = self._baselines.check(knobs, workload, outputs)
         values = measured(result, knobs)
-        after = snapshot(self._settings.device)
+        after = self._health.now()
         return Measurement(
             trial=UNPLACED,
             knobs_id=knobs.id,
@@ -162,12 +156,16 @@ class EngineBackend:
         config: dict[str, Any] = {"backend": self.name, "engine": None}
         if self._config is not None:
             config["engine"] = self._config.model_dump(mode="json")
+        nccl: Mapping[str, object] = self._proof.nccl or {}
+        if nccl:
+            # graphs that were captured since the start logged the calls inside them
+            nccl = nccl_summary(parse_nccl_logs(self._nccl_logs()))
         return collect_provenance(
             config,
             device=self._settings.device,
-            ranks=self._ranks,
+            ranks=self._proof.ranks,
             machine_fingerprint=machine_fingerprint(),
-            nccl=self._nccl,
+            nccl=dict(nccl),
         )
 
     def close(self) -> None:
@@ -192,6 +190,7 @@ class EngineBackend:
     def _start(self, group: Group) -> None:
         settings = dict(group.settings)
         self._num_starts += 1
+        self._proof = Proof()
         resolved = self._settings
         mapping = group_mapping(self._study, resolved, settings)
         if resolved.device == "cuda":
@@ -222,29 +221,19 @@ class EngineBackend:
 
     def _prove(self, engine: Engine, settings: dict[str, Scalar | None]) -> None:
         """Read back what the workers have; raise ``setting_not_effective`` on a difference."""
-        self._ranks = tuple(
-            RankEnvironment(
-                rank=worker.rank,
-                pid=worker.pid,
-                environment=recorded_environment(worker.environment),
-                nccl_library=worker.nccl_library,
-                nccl_version=worker.nccl_version,
-            )
-            for worker in engine.environment()
-        )
-        base = base_knobs(settings)
-        expected = nccl_environment(base)
-        problems = environment_problems(expected, self._ranks, base.tp)
-        problems += library_problems(self._ranks)
-        self._nccl = {}
+        base, logs = base_knobs(settings), None
+        sizes: tuple[int, ...] = ()
         if self._settings.device == "cuda" and base.tp > 1:
-            # a communicator is made at the first collective: have one before reading the log
-            engine.allreduce_bench([4096], repeats=1)
-            log = parse_nccl_logs(self._log_dir.glob(f"nccl.{self._num_starts}.*.log"))
-            problems += nccl_log_problems(expected, self._ranks, log)
-            self._nccl = nccl_summary(log)
-        if problems:
-            raise BackendFailure(not_effective(problems))
+            from engine.resident import bucket
+
+            element_bytes = 4 if self._settings.dtype == "float32" else 2
+            hidden = engine.shapes.target.hidden
+            sizes = allreduce_sizes(self._study, hidden, element_bytes, bucket)
+            logs = self._nccl_logs
+        self._proof = prove(engine, base, logs=logs, sizes_bytes=sizes)
+
+    def _nccl_logs(self) -> list[Path]:
+        return sorted(self._log_dir.glob(f"nccl.{self._num_starts}.*.log"))
 
     def _drop(self) -> None:
         """Stop the workers but keep the group open: the next repeat starts them again."""
@@ -342,12 +331,13 @@ class EngineBackend:
             failure,
             started=started,
             health_before=before,
-            health_after=seen if hung else snapshot(self._settings.device),
+            health_after=seen if hung else self._health.now(),
         )
 
     def _watch(self) -> HealthWatch:
         """Reads the devices while workers may hang: once they are killed nothing shows any more."""
         device, timeout_s = self._settings.device, float(self._settings.args.timeout_s)
+        # in a thread of its own: not the reading that repeats share
         return HealthWatch(lambda: snapshot(device), timeout_s)
 
     def _problem(

@@ -5,7 +5,9 @@ or ``measurement`` (a repeat with the knobs and the workload it belongs to).
 """
 
 import dataclasses
+import gzip
 import json
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +43,7 @@ def write_recording(path: Path, recording: Recording) -> None:
     if recording.provenance is not None:
         provenance = recording.provenance.model_dump(mode="json")
         lines.append({"kind": "provenance", "provenance": provenance})
-    lines.extend(_line(recorded) for recorded in recording.repeats)
+    lines.extend(recorded_line(recorded) for recorded in recording.repeats)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line, sort_keys=True) + "\n" for line in lines))
 
@@ -52,9 +54,12 @@ def read_recording(path: Path) -> Recording:
     Raises ``UserError`` naming the file, the line and what is wrong with it.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
         raise UserError(
             f"recording {path}: {reason}; backend.args.path needs measurements as JSON lines"
         ) from None
@@ -83,7 +88,8 @@ def parse_recording(lines: Iterable[str], name: str) -> Recording:
     return Recording(tuple(repeats), provenance)
 
 
-def _line(recorded: Recorded) -> dict[str, Any]:
+def recorded_line(recorded: Recorded) -> dict[str, Any]:
+    """The line of one repeat, for a file that is written as repeats are taken."""
     return {
         "kind": "measurement",
         "knobs": recorded.knobs.values(),

@@ -58,18 +58,21 @@ def linear_route_ref(
     return Routed(total_TO, weight_TK, expert_TK, None)
 
 
-def default_config(num_tokens: int, num_outputs: int, num_inputs: int, bytes_each: int) -> Config:
-    """A good choice without tuning; 0 blocks: two kernels."""
+def default_config(
+    num_tokens: int, num_outputs: int, num_inputs: int, num_experts: int, bytes_each: int
+) -> Config:
+    """A good choice without tuning, within the smallest GPU's shared memory."""
     if num_tokens == 1:
         block_k = min(pow2(num_inputs), 2048 // bytes_each)
         block_o = max(4, pow2(cdiv(num_outputs, 128)) if num_outputs >= 512 else 4)
         return {"vector": 1, "block_o": min(block_o, 32), "block_k": block_k, "num_warps": 8}
-    block_k = min(pow2(num_inputs, 16), 256 // bytes_each)
+    block_k = min(pow2(num_inputs, 16), 128 // bytes_each)
     split = 1
     while split < 4 and num_inputs // (2 * split) >= 4 * block_k:
         split *= 2
-    return {"vector": 0, "block_o": 64, "block_k": block_k, "split_k": split, "stages": 4,
-            "swap": 1, "num_warps": 4}  # fmt: skip
+    wide = num_experts <= 128
+    return {"vector": 0, "block_o": 64 if wide else 32, "block_k": block_k, "split_k": split,
+            "stages": 4, "swap": int(wide), "num_warps": 4}  # fmt: skip
 
 
 #: block_o, block_k, split_k, stages, num_warps, swap
@@ -149,7 +152,9 @@ def linear_route(
         device,
         {"T": num_tokens, "O": num_outputs, "K": num_inputs, "E": num_experts,
          "dtype": str(x_TK.dtype)[6:]},
-        lambda: default_config(num_tokens, num_outputs, num_inputs, x_TK.element_size()),
+        lambda: default_config(
+            num_tokens, num_outputs, num_inputs, num_experts, x_TK.element_size()
+        ),
     )  # fmt: skip
     block_o, block_e = config["block_o"], pow2(num_experts, 16)
     blocks = cdiv(num_outputs, block_o)

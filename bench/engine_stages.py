@@ -1,135 +1,19 @@
-"""Stages of ``bench/engine.py``: each runs in a process of its own and writes rows as they come.
-
-A row is what one engine configuration does at one batch size. Wall is (generate 257 tokens -
-generate 1) / steps through the public API, host work included; busy is the GPU time of a cycle from
-events around its graphs; the floor is the weights touched / 4.2 TB/s.
-"""
+"""Stages of ``bench/engine.py``: each runs in a process of its own and writes rows as they come."""
 
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.engine_tiny import (
-    GRAPHS,
-    OFF,
-    TINY_KINDS,
-    stage_diagnose,
-    stage_fp32,
-    stage_tiny,
-    tiny_rows,
-)
+from bench.engine_profile import stage_profile
+from bench.engine_rows import GRAPHS, K3, OFF, Emit, config, floor_ms, measure, plain_rows, requests
+from bench.engine_tiny import TINY_KINDS, stage_diagnose, stage_fp32, stage_tiny, tiny_rows
 from engine.api import Engine
-from engine.bench import random_prompts
-from engine.config import LaunchConfig, SpeculationConfig
 from engine.errors import EngineError
-from engine.results import Request, RunResult
-
-SHAPE = "qwen3-30b-a3b"
-PROMPT_LEN, LONG, HALF, SHORT = 896, 257, 129, 1
-#: room for the prompt, the output and a verify
-MAX_CONTEXT = 1280
-BANDWIDTH = 4.2e12
-K3 = SpeculationConfig(method="eagle3", steps=3, topk=1, synthetic_acceptance=(1.0, 1.0, 0.0))
-
-Emit = Callable[..., None]
-
-
-def config(layers: int, batch: int, **changes: Any) -> LaunchConfig:
-    """A slice of Qwen3-30B-A3B with random weights in bf16, all graphs on."""
-    values: dict[str, Any] = {
-        "target": {"shape": SHAPE, "weights": "random", "layers": layers},
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "max_context": MAX_CONTEXT,
-        "max_concurrency": batch,
-        "cuda_graph": GRAPHS,
-        "timeout_s": 150.0,
-    }
-    return LaunchConfig.model_validate(values | changes)
-
-
-def requests(batch: int, new: int, seed: int, vocab: int = 151_936) -> list[Request]:
-    """Distinct random prompts."""
-    return [
-        Request(prompt_ids=ids, max_new_tokens=new, ignore_eos=True)
-        for ids in random_prompts(batch, PROMPT_LEN, vocab, seed)
-    ]
-
-
-def floor_ms(layers: int, tokens: int, distinct: float) -> float:
-    """Bytes that one forward must read (bf16) / 4.2 TB/s, as the issue's table counts them."""
-    hidden, experts, width, vocab, heads, kv, dim = 2048, 128, 768, 151_936, 32, 4, 128
-    layer: float = (heads + 2 * kv) * dim * hidden + heads * dim * hidden + experts * hidden
-    layer += distinct * 3 * hidden * width
-    cache = 2 * kv * dim * 1024 * tokens
-    return (layers * (layer + cache) + vocab * hidden) * 2 / BANDWIDTH * 1e3
-
-
-def measure(
-    engine: Engine, batch: int, speculation: SpeculationConfig, repeats: int, seed: int = 1
-) -> dict[str, Any]:
-    """One row of wall, busy and spread."""
-    asks = {new: requests(batch, new, seed) for new in (LONG, HALF, SHORT)}
-
-    def wall(new: int) -> tuple[float, RunResult]:
-        start_s = time.perf_counter()
-        run = engine.generate(asks[new], speculation, concurrency=batch)
-        return time.perf_counter() - start_s, run
-
-    for new in (LONG, SHORT):
-        wall(new)
-    longs, halves, shorts = [], [], []
-    for _ in range(repeats):
-        longs.append(wall(LONG))
-        halves.append(wall(HALF))
-        shorts.append(wall(SHORT)[0])
-    runs = [run for _, run in longs]
-    steps = runs[0].num_cycles
-    short_s = statistics.median(shorts)
-    walls = [(s - short_s) * 1e3 / run.num_cycles for s, run in longs]
-    last = runs[-1]
-    busies = [sum(ms for n, ms in r.segments_ms.items() if n != "host_gap") for r in runs]
-    return {
-        "batch": batch,
-        "wall_ms": statistics.median(walls),
-        "wall_low_ms": min(walls),
-        "wall_high_ms": max(walls),
-        # between two runs that both decode: the prefill's scatter has less weight
-        "late_wall_ms": statistics.median(
-            (long_s - half_s) * 1e3 / (long.num_cycles - half.num_cycles)
-            for (long_s, long), (half_s, half) in zip(longs, halves, strict=True)
-        ),
-        "cycle_ms": statistics.median(r.cycle_ms for r in runs),
-        "busy_ms": statistics.median(busies),
-        "segments_ms": dict(last.segments_ms),
-        "phases_ms": {n: round(ms, 4) for n, ms in last.phases_ms.items()},
-        "steps": steps,
-        "prefill_s": short_s,
-        "accept_length": last.counters.accept_length,
-        "distinct_experts": last.distinct_experts,
-        "path": last.path,
-        "graphs": dict(last.graphs),
-        "repeats": repeats,
-    }
-
-
-def plain_rows(
-    emit: Emit, layers: int, batches: Sequence[int], repeats: int, name: str, **changes: Any
-) -> None:
-    """Plain decoding of a slice at several batch sizes in one engine."""
-    start_s = time.perf_counter()
-    with Engine(config(layers, max(batches), **changes)) as engine:
-        emit(row="start", name=name, start_s=time.perf_counter() - start_s, notes=engine.notes)
-        for batch in batches:
-            row = measure(engine, batch, OFF, repeats)
-            if row["distinct_experts"] is not None:
-                row["floor_ms"] = floor_ms(layers, batch, row["distinct_experts"])
-            emit(row="decode", name=name, layers=layers, **row)
 
 
 def stage_warm(emit: Emit) -> None:
@@ -212,6 +96,31 @@ def whole_model(emit: Emit, name: str, changes: dict[str, Any]) -> None:
         emit(row="verify spread", name=f"{name}, verify of 4 captured", verify_ms=verifies)
 
 
+def stage_timing(emit: Emit) -> None:
+    """What measuring the phases costs a step: with and without, taking turns."""
+    for layers, batch, spec in ((8, 1, OFF), (8, 4, OFF), (8, 1, K3)):
+        draft = {} if spec is OFF else {"draft": {"weights": "random"}}
+        with Engine(config(layers, batch, **draft)) as engine:
+            asks = requests(batch, 257, 1)
+            engine.generate(asks, spec, concurrency=batch)
+            found: dict[bool, list[float]] = {True: [], False: []}
+            for turn in range(12):
+                for timed in (turn % 2 == 0, turn % 2 == 1):
+                    run = engine.generate(asks, spec, concurrency=batch, timed=timed)
+                    found[timed].append(run.cycle_ms)
+        on_ms, off_ms = statistics.median(found[True]), statistics.median(found[False])
+        emit(
+            row="phase timing",
+            name=f"{layers} layers, {'plain' if spec is OFF else 'k=3'}",
+            batch=batch,
+            on_ms=on_ms,
+            off_ms=off_ms,
+            cost=on_ms / off_ms - 1,
+            all_on_ms=found[True],
+            all_off_ms=found[False],
+        )
+
+
 def stage_q48eager(emit: Emit) -> None:
     """The same verify with its graph off."""
     graphs = GRAPHS | {"verify": False}
@@ -259,6 +168,8 @@ STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     "tiny": (stage_tiny, 90),
     "diagnose": (stage_diagnose, 60),
     "q48eager": (stage_q48eager, 60),
+    "profile": (stage_profile, 90),
+    "timing": (stage_timing, 60),
     "peer8": (stage_peer8, 80),
     "q8fused": (stage_q8fused, 60),
     "q8pdl": (stage_q8pdl, 60),
@@ -291,7 +202,9 @@ def show(row: dict[str, Any]) -> None:
         "batch", "wall_ms", "wall_low_ms", "wall_high_ms", "late_wall_ms", "cycle_ms", "busy_ms",
         "floor_ms",
         "distinct_experts", "accept_length", "tokens_per_s", "speedup", "same_outputs", "start_s",
-        "prefill_s", "verify_ms", "rc", "error", "eager_ms", "captured_ms",
+        "prefill_s", "verify_ms", "rc", "error", "eager_ms", "captured_ms", "on_ms", "off_ms",
+        "cost", "prefill_ms", "long_ms", "decode_ms", "outside_decode_ms", "busy_us", "span_us",
+        "num_kernels", "segments_ms",
     ):  # fmt: skip
         value = row.get(key)
         if value is not None:
@@ -302,4 +215,5 @@ def show(row: dict[str, Any]) -> None:
         parts.append(f"NOT CAPTURED {eager}"[:400])
     if row.get("rc") or row.get("log"):
         parts.append(f"\n{row.get('tail') or row.get('log')}")
+    parts += [f"\n    {line}" for line in row.get("lines", [])]
     print(" ".join(parts), flush=True)

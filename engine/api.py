@@ -66,12 +66,13 @@ class Engine:
         *,
         concurrency: int | None = None,
         margins: bool = False,
+        timed: bool = True,
     ) -> RunResult:
         """Run ``requests``, at most ``concurrency`` at once (default: what the config allows).
 
         ``speculation`` None takes the config's schedule for this concurrency; it may differ from
         call to call without a restart. ``margins`` (plain decoding only) records each token's lead
-        over the second best. Raises ``EngineError``.
+        over the second best. ``timed`` False takes no phase times on a GPU. Raises ``EngineError``.
         """
         limit = self.config.max_concurrency
         if concurrency is not None and not 1 <= concurrency <= limit:
@@ -82,7 +83,7 @@ class Engine:
         at_once = min(concurrency or limit, max(len(requests), 1))
         chosen = speculation or self.config.speculation_at(at_once)
         self._check(requests, chosen, margins)
-        message = Generate(tuple(requests), chosen.model_dump_json(), at_once, margins)
+        message = Generate(tuple(requests), chosen.model_dump_json(), at_once, margins, timed)
         result, *others = self._supervisor.command(message, "generate")
         assert isinstance(result, RunResult)
         peaks = [p for p in (result.peak_memory_bytes, *others) if isinstance(p, int)]

@@ -97,7 +97,14 @@ def build(
     from engine.checkpoint import Checkpoint
     from engine.executor import Executor
     from engine.target import TargetModel
-    from engine.weights import RandomSource, Rank, check_target, load_target, target_tensor_shapes
+    from engine.weights import (
+        RandomSource,
+        Rank,
+        check_target,
+        load_target,
+        target_scale,
+        target_tensor_shapes,
+    )
     from kernels.opset import opset
 
     dtype: torch.dtype = getattr(torch, config.dtype)
@@ -108,7 +115,8 @@ def build(
         check_target(source, shapes.target)
     else:
         names = target_tensor_shapes(shapes.target)
-        source = RandomSource(names, config.seed, device, dtype=dtype)
+        scale = target_scale(shapes.target.layers)
+        source = RandomSource(names, config.seed, device, dtype=dtype, scale=scale)
     weights = load_target(
         source,
         shapes.target,

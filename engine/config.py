@@ -191,6 +191,8 @@ class CudaGraph(Schema):
     draft: bool = False
     verify: bool = False
     extend: bool = False
+    #: chunks of a prompt
+    prefill: bool = False
 
 
 class Host(Schema):

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import pad
 
-from engine import synthetic
 from engine.config import SpeculationConfig
 from engine.draft import DraftModel
 from engine.errors import EngineError
@@ -40,8 +39,10 @@ class Seeds:
     def settle(
         self, model: DraftModel, slot_B: torch.Tensor, seed_BH: torch.Tensor, *, with_logits: bool
     ) -> None:
-        """Keep an extend's last rows; chains need no logits."""
-        self.hidden_SH[slot_B] = seed_BH
+        """Keep what follows from an extend's last rows, whose hidden states are kept already.
+
+        Chains need no logits.
+        """
         if with_logits:
             logits_BR = model.logits(seed_BH)
             self.logits_SR[slot_B] = logits_BR
@@ -211,12 +212,19 @@ class Cycle:
         if rates is None:
             accepted = self.ops.verify_greedy(tree.token_BT, tree.parent_BT, target_BT)
             return accepted[0], accepted[1], accepted[2]
-        uniform_B = torch.rand(len(target_BT), generator=self._random).to(self.device)
-        count_B = synthetic.counts(uniform_B, torch.tensor(rates, device=self.device))
+        uniform_1B = torch.rand(1, len(target_BT), generator=self._random).to(self.device)
         _, depth_BT = self.ops.tree_mask(tree.parent_BT)
-        forced_BT = synthetic.forced_targets(tree.token_BT, tree.parent_BT, depth_BT, count_B)
+        forced_BT = self.ops.force(
+            tree.token_BT,
+            tree.parent_BT,
+            depth_BT,
+            uniform_1B,
+            torch.zeros(1, dtype=torch.int64, device=self.device),
+            torch.tensor(rates, device=self.device),
+        )
         path_BA, count_B, _ = self.ops.verify_greedy(tree.token_BT, tree.parent_BT, forced_BT)
-        return path_BA, count_B, synthetic.last_targets(path_BA, count_B, target_BT)
+        last_B1 = path_BA.gather(1, count_B[:, None]).clamp(min=0)
+        return path_BA, count_B, target_BT.gather(1, last_B1)[:, 0]
 
     def _longest(self, counts: list[int]) -> int:
         """Length of the paths that are extended: fixed on a GPU, so that it can be captured."""
@@ -262,6 +270,7 @@ class Cycle:
         hidden_NH = model.fuse(captured_BAF.reshape(num_sequences * num_tokens, -1))
         out_NH = model.forward(following_BA, hidden_NH, position_BA, slot_B, prefix_B)
         rows_B = torch.arange(num_sequences, device=self.device) * num_tokens + last_B
+        seeds.hidden_SH[slot_B] = out_NH[rows_B]
         seeds.settle(model, slot_B, out_NH[rows_B], with_logits=True)
 
     def _want(self, sequences: list[Sequence]) -> Want:

@@ -35,6 +35,8 @@ class DraftModel:
 
     def fuse(self, captured_NF: torch.Tensor) -> torch.Tensor:
         """Three hidden states of the target -> one of the head."""
+        if self.fused:
+            return self.dense.linear_add(captured_NF, self.weights.fc_HF, None)
         return F.linear(captured_NF, self.weights.fc_HF)
 
     def forward(
@@ -82,12 +84,18 @@ class DraftModel:
     ) -> torch.Tensor:
         shape, weights, ops = self.shape, self.weights, self.ops
         eps, num_tokens = shape.rms_eps, token_BT.shape[1]
-        embed_NH = F.embedding(token_BT.reshape(-1), weights.embed_VH)
-        normed_NH = ops.rms_norm(hidden_NH, weights.hidden_norm_H, eps)
-        y = torch.cat((ops.rms_norm(embed_NH, weights.input_norm_H, eps), normed_NH), dim=-1)
+        y, normed_NH = ops.draft_input(
+            token_BT.reshape(-1),
+            weights.embed_VH,
+            hidden_NH,
+            weights.input_norm_H,
+            weights.hidden_norm_H,
+            eps,
+        )
+        dense = self.dense
         mask_BTM = None if tree_mask_BMM is None else tree_mask_BMM[:, -num_tokens:].contiguous()
         o = ops.qkv_attention(
-            F.linear(y, weights.qkv_PX),
+            dense.linear_add(y, weights.qkv_PX, None),
             None,
             None,
             0.0,
@@ -102,12 +110,9 @@ class DraftModel:
             self.scale,
         )
         residual = normed_NH if shape.norm_before_residual else hidden_NH
-        dense = self.dense
         x = dense.linear_add(o, weights.o_HQ, residual)
-        gate, up = dense.norm_linear(x, weights.post_norm_H, eps, weights.gate_up_JH).chunk(
-            2, dim=-1
-        )
-        out_NH: torch.Tensor = dense.linear_add(F.silu(gate) * up, weights.down_HI, x)
+        gate_up = dense.norm_linear(x, weights.post_norm_H, eps, weights.gate_up_JH)
+        out_NH: torch.Tensor = dense.linear_add(ops.silu_product(gate_up), weights.down_HI, x)
         return out_NH
 
     def best(self, hidden_NH: torch.Tensor) -> torch.Tensor:

@@ -57,14 +57,16 @@ class Segment:
         self._laps: LapEvents | None = None
         self._laps_pending = False
 
-    def capture(self, pool: Any, *, switched_on: bool, with_laps: bool) -> None:
+    def capture(self, pool: Any, *, switched_on: bool, with_laps: bool, warm: bool = True) -> None:
         """Run once to compile and to allocate, then capture if ``switched_on``.
 
-        A failure to capture is no failure of the run: the segment stays eager and says why.
+        A failure to capture is no failure of the run: the segment stays eager and says why. Without
+        ``warm`` everything in it has run before.
         """
-        self.body(NoTimer())
         if self.device.type != "cuda":
             return
+        if warm:
+            self.body(NoTimer())
         torch.cuda.synchronize()
         if not switched_on:
             self.reason = "switched off"
@@ -129,12 +131,19 @@ class Segment:
         self._laps_pending = False
 
 
-class SegmentTimes:
-    """How long segments take, from events around them on every n-th cycle."""
+#: cycles after which special ones come again: one timed by its segments, then one with laps (in
+#: every second period), and room for flights
+_PERIOD, _TIMED, _LAPS = 27, 1, 2
 
-    def __init__(self, device: torch.device, every: int, laps_every: int) -> None:
-        self._every, self._laps_every = every, laps_every
-        self._on_gpu = device.type == "cuda"
+
+class SegmentTimes:
+    """How long segments take, from events around them on one cycle of every period.
+
+    ``on`` False times nothing.
+    """
+
+    def __init__(self, device: torch.device, *, on: bool = True) -> None:
+        self._on = on and device.type == "cuda"
         self._count = 0
         self._active = False
         self._open: Any = None
@@ -142,10 +151,22 @@ class SegmentTimes:
         self.num_timed = 0
         self.laps_ms: defaultdict[str, float] = defaultdict(float)
 
-    def start_cycle(self) -> bool:
-        """Whether this cycle takes laps inside its segments."""
-        self._count += 1
-        active = self._on_gpu and self._count % self._every == 2
+    def quiet(self) -> int:
+        """How many cycles from here on are neither timed nor take laps."""
+        if not self._on:
+            return _PERIOD
+        at = self._count % _PERIOD
+        if at in (_TIMED, _LAPS):
+            return 0
+        return _TIMED - at if at < _TIMED else _PERIOD + _TIMED - at
+
+    def start_cycles(self, count: int) -> str | None:
+        """``count`` cycles begin: "timed" and "laps" say that this one is special."""
+        if not self._on:
+            return None
+        period, at = divmod(self._count, _PERIOD)
+        self._count += count
+        active = count == 1 and at == _TIMED
         if self._active or active:
             event = self._event()
             if self._active:
@@ -153,7 +174,9 @@ class SegmentTimes:
             self._open = event
         self.num_timed += active
         self._active = active
-        return self._on_gpu and self._count % self._laps_every == 3
+        if active:
+            return "timed"
+        return "laps" if count == 1 and at == _LAPS and period % 2 == 0 else None
 
     def mark(self, name: str) -> None:
         """End of segment ``name``."""

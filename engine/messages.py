@@ -29,6 +29,7 @@ class Generate:
     speculation_json: str
     concurrency: int
     margins: bool
+    timed: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import torch
 
 from engine.config import SpeculationConfig
 
-START, PREPARE, RUN = range(3)
+START, PREPARE, RUN, PREPARE_PREFILL, PREFILL = range(5)
 
 
 def start_order(speculation: SpeculationConfig) -> list[int]:
@@ -21,3 +21,13 @@ def run_order(num_rows: int, num_cycles: int, plan_5B: torch.Tensor | None) -> l
     """Order: rearrange the rows if there is a plan, then run cycles."""
     plan = [] if plan_5B is None else plan_5B.flatten().tolist()
     return [RUN, num_rows, num_cycles, *plan]
+
+
+def prepare_prefill_order(length: int, last: bool) -> list[int]:
+    """Order: build the segment for chunks of a prompt."""
+    return [PREPARE_PREFILL, length, int(last)]
+
+
+def prefill_order(values: list[int], last: bool) -> list[int]:
+    """Order: run a chunk of a prompt."""
+    return [PREFILL, int(last), *values]

@@ -49,10 +49,12 @@ class Runner:
         *,
         concurrency: int,
         margins: bool = False,
+        timed: bool = True,
     ) -> RunResult:
         """Run all requests, at most ``concurrency`` at once.
 
-        Raises ``EngineError`` (crash) when logits are not numbers.
+        ``timed`` False measures no parts of resident cycles. Raises ``EngineError`` (crash) when
+        logits are not numbers.
         """
         on_cpu = self.executor.device.type == "cpu"
         timer: CycleTimer = LapTimer() if on_cpu else EventTimer(_TIMED_EVERY)
@@ -72,6 +74,7 @@ class Runner:
                     self.eos_ids,
                     concurrency=at_once,
                     beat=_Beat(self.beat),
+                    timed=timed,
                 ).run()
             return replace(_Job(self, requests, cycle, at_once).run(), path=f"stepwise: {stepwise}")
         finally:

@@ -1,10 +1,12 @@
 # ruff: noqa: N815 - fields are tensors with shape suffixes
 """The run loop of resident cycles on rank 0: queue cycles ahead, read reports behind.
 
-The device is kept a few cycles ahead of the host, which reads a report when it has arrived and
-delivers its tokens. A request that turns out to have ended leaves the batch with the next cycle
-queued; what the device still does for it is dropped. Admission waits for an empty queue, so that
-prefills are not counted as decoding.
+Prefills of all waiting requests are queued first and their tokens read afterwards. Then the device
+is kept some cycles ahead of the host, which reads reports when they have arrived and delivers their
+tokens; where no request can end early or leave its place to another, cycles go in flights of
+several. A request that turns out to have ended leaves the batch with the next cycle queued; what
+the device still does for it is dropped. Admission waits for an empty queue, so that prefills are
+not counted as decoding.
 """
 
 from collections import defaultdict, deque
@@ -15,34 +17,47 @@ from typing import Any
 
 import torch
 
+from engine.bodies import longest_path
 from engine.cycle import Cycle
 from engine.errors import EngineError
 from engine.executor import Executor
 from engine.graphs import SegmentTimes
-from engine.resident import Resident, bucket, longest_path
-from engine.resident_orders import prepare_order, run_order, start_order
+from engine.prefill import chunks_of
+from engine.resident import FLIGHT, Resident, bucket
+from engine.resident_orders import (
+    prefill_order,
+    prepare_order,
+    prepare_prefill_order,
+    run_order,
+    start_order,
+)
 from engine.results import Request, RunResult
 from engine.sequence import Sequence
 
-#: cycles that one rank alone queues ahead of what it has read
+#: single cycles that are queued ahead of what has been read
 _AHEAD = 3
 #: cycles in one order to the other ranks
 _LONGEST_ORDER = 16
-#: every n-th cycle is timed, every m-th takes laps inside its segments
-_TIMED_EVERY, _LAPS_EVERY = 16, 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A queued cycle whose report has not been read."""
+    """Queued cycles whose reports have not been read."""
 
     rows: tuple[Sequence, ...]
-    report_BX: torch.Tensor
+    report_KBX: torch.Tensor
     arrived: Any
+
+    @property
+    def num_cycles(self) -> int:
+        return self.report_KBX.shape[0]
+
+    def has_arrived(self) -> bool:
+        return self.arrived is not None and bool(self.arrived.query())
 
 
 class Stream:
-    """One run of resident cycles."""
+    """One run of resident cycles. ``timed``: measure the parts of some cycles."""
 
     def __init__(
         self,
@@ -54,8 +69,9 @@ class Stream:
         *,
         concurrency: int,
         beat: Callable[[], None],
+        timed: bool = True,
     ) -> None:
-        self.executor, self.resident, self.prefills = executor, resident, cycle
+        self.executor, self.resident, self.tally = executor, resident, cycle.tally
         self.speculation, self.eos_ids, self.beat = cycle.speculation, eos_ids, beat
         self.waiting = deque(enumerate(requests))
         self.free = list(range(concurrency))[::-1]
@@ -64,13 +80,15 @@ class Stream:
         self.active: list[Sequence] = []
         self.done: list[Sequence] = []
         self.queue: deque[_Pending] = deque()
-        self.times = SegmentTimes(resident.device, _TIMED_EVERY, _LAPS_EVERY)
+        self.num_queued = 0
+        self.times = SegmentTimes(resident.device, on=timed)
         self.decode_tokens = self.num_cycles = 0
         self.decode_wall_s = self._since_s = 0.0
         self._on_gpu = resident.device.type == "cuda"
         #: host buffers to use again: pinning memory takes longer than a cycle
         self._pinned: defaultdict[torch.Size, list[torch.Tensor]] = defaultdict(list)
         self._widest = 0
+        self._longest = longest_path(self.speculation)
 
     def run(self) -> RunResult:
         """Everything, to the last token."""
@@ -84,21 +102,45 @@ class Stream:
                 self._issue(count)
             else:
                 self._read()
-            while (
-                self.queue and self.queue[0].arrived is not None and self.queue[0].arrived.query()
-            ):
+            while self.queue and self.queue[0].has_arrived():
                 self._read()
         return self._result()
 
     def _admit(self) -> None:
         """Prefill into all free slots, then start the clock."""
         while self.waiting and self.free:
-            index, request = self.waiting.popleft()
-            sequence = Sequence(index, request, self.free.pop(), self.eos_ids)
-            self.prefills.prefill(sequence, self.beat)
-            self.active.append(sequence)
+            queued = []
+            while self.waiting and self.free:
+                index, request = self.waiting.popleft()
+                sequence = Sequence(index, request, self.free.pop(), self.eos_ids)
+                queued.append((sequence, self._queue_prefill(sequence)))
+            for sequence, token in queued:
+                self._first_token(sequence, token)
             self._retire()
         self._start_clock()
+
+    def _queue_prefill(self, sequence: Sequence) -> _Pending:
+        resident = self.resident
+        drafts = self.speculation.method != "off"
+        for chunk in chunks_of(sequence.request.prompt_ids, sequence.slot):
+            length = resident.prefill.length_of(chunk)
+            if not resident.prefill.prepared(length, chunk.last, drafts):
+                self.executor.order_resident(prepare_prefill_order(length, chunk.last))
+                resident.prepare_prefill(length, chunk.last)
+            values = chunk.values(length)
+            self.executor.order_resident(prefill_order(values, chunk.last))
+            resident.prefill_chunk(values, chunk.last)
+            self.beat()
+        return self._copied((sequence,), resident.prefill.token_1.view(1, 1, 1))
+
+    def _first_token(self, sequence: Sequence, token: _Pending) -> None:
+        (((value,),),) = self._values(token)
+        if value < 0:
+            raise self._not_numbers("the prefill", sequence)
+        sequence.prefix = len(sequence.request.prompt_ids)
+        sequence.emit([value])
+        self.active.append(sequence)
+        self.beat()
 
     def _start_clock(self) -> None:
         if self._on_gpu:
@@ -114,18 +156,25 @@ class Stream:
         """
         if not self.active:
             return 0
-        queued = len(self.queue)
+        queued = self.num_queued
         left = [s.request.max_new_tokens - len(s.tokens) for s in self.active]
-        longest = longest_path(self.speculation)
         most = max(left) - queued
-        if self.executor.group.tp == 1:
-            return int(queued < _AHEAD and most > 0)
-        # as many as nobody can finish within, so that an order is worth its broadcast
-        safe = min(left) // longest - queued
+        if most <= 0:
+            return 0
+        # cycles within which no request ends that another one waits for
+        needed = min(left) if self.waiting else max(left)
+        safe = needed // self._longest - queued
         if any(not s.request.ignore_eos for s in self.active):
             safe = min(safe, _AHEAD)
-        if queued >= _AHEAD or most <= 0:
+        if safe >= FLIGHT:
+            # one flight runs while the next waits; cycles that are measured go singly
+            quiet = self.times.quiet() >= FLIGHT
+            return 0 if queued > FLIGHT else FLIGHT if quiet else 1
+        if queued >= _AHEAD:
             return 0
+        if self.executor.group.tp == 1:
+            return 1
+        # an order is worth its broadcast
         return max(1, min(safe, _LONGEST_ORDER, most))
 
     def _issue(self, count: int) -> None:
@@ -145,9 +194,15 @@ class Stream:
         if plan_5B is not None:
             self.resident.arrange(plan_5B)
         self._widest = max(self._widest, num_rows)
-        for _ in range(count):
-            record_BX = self.resident.cycle(num_rows, self.times)
-            self.queue.append(self._copied(record_BX))
+        flies = self.resident.flies(num_rows)
+        while count > 0:
+            if flies and count >= FLIGHT and self.times.quiet() >= FLIGHT:
+                record_KBX = self.resident.fly(num_rows, self.times)
+            else:
+                record_KBX = self.resident.cycle(num_rows, self.times)
+            self.queue.append(self._copied(self.rows, record_KBX))
+            self.num_queued += len(record_KBX)
+            count -= len(record_KBX)
 
     def _plan(self, num_rows: int) -> torch.Tensor | None:
         """How the device's rows become ``active``; None when they are already."""
@@ -167,41 +222,49 @@ class Stream:
         self.rows = wanted
         return torch.tensor(columns).T.contiguous()
 
-    def _copied(self, record_BX: torch.Tensor) -> _Pending:
+    def _copied(self, rows: tuple[Sequence, ...], record_KBX: torch.Tensor) -> _Pending:
+        """Queue a copy of a report to the host."""
         if not self._on_gpu:
-            return _Pending(self.rows, record_BX.clone(), None)
-        spare = self._pinned[record_BX.shape]
+            return _Pending(rows, record_KBX.clone(), None)
+        spare = self._pinned[record_KBX.shape]
         if spare:
-            report_BX = spare.pop()
+            report_KBX = spare.pop()
         else:
-            report_BX = torch.empty(record_BX.shape, dtype=torch.int64, pin_memory=True)
-        report_BX.copy_(record_BX, non_blocking=True)
+            report_KBX = torch.empty(record_KBX.shape, dtype=torch.int64, pin_memory=True)
+        report_KBX.copy_(record_KBX, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return _Pending(self.rows, report_BX, event)
+        return _Pending(rows, report_KBX, event)
+
+    def _values(self, pending: _Pending) -> list[list[list[int]]]:
+        """Wait for a report; its buffer is free again."""
+        if pending.arrived is not None:
+            pending.arrived.synchronize()
+        values: list[list[list[int]]] = pending.report_KBX[:, : len(pending.rows)].tolist()
+        if pending.arrived is not None:
+            self._pinned[pending.report_KBX.shape].append(pending.report_KBX)
+        return values
 
     def _drain(self) -> None:
         while self.queue:
             self._read()
 
     def _read(self) -> None:
-        """Wait for the oldest report and deliver its tokens."""
+        """Wait for the oldest reports and deliver their tokens."""
         pending = self.queue.popleft()
-        if pending.arrived is not None:
-            pending.arrived.synchronize()
-        report = pending.report_BX[: len(pending.rows)].tolist()
-        if pending.arrived is not None:
-            self._pinned[pending.report_BX.shape].append(pending.report_BX)
+        reports = self._values(pending)
+        self.num_queued -= pending.num_cycles
         now_s = perf_counter()
         wall_s, self._since_s = now_s - self._since_s, now_s
         self.decode_wall_s += wall_s
-        running = False
-        for sequence, values in zip(pending.rows, report, strict=True):
-            if sequence.finish_reason is None:
-                running = True
-                sequence.decode_s += wall_s
-                self._deliver(sequence, values)
-        self.num_cycles += running
+        for report in reports:
+            running = False
+            for sequence, values in zip(pending.rows, report, strict=True):
+                if sequence.finish_reason is None:
+                    running = True
+                    sequence.decode_s += wall_s / len(reports)
+                    self._deliver(sequence, values)
+            self.num_cycles += running
         self._retire()
         self.beat()
 
@@ -210,19 +273,23 @@ class Stream:
             emitted = values
         else:
             count, token = values[:2]
-            longest = longest_path(self.speculation)
-            self.prefills.tally.add(values[longest + 1 : longest + 1 + count])
+            longest = self._longest
+            self.tally.add(values[longest + 1 : longest + 1 + count])
             sequence.tokens_per_verify.append(count + 1)
             emitted = [*values[2 : 2 + count], token]
         if emitted[-1] < 0:
-            raise EngineError(
-                "crash",
-                "generate",
-                f"NaN or infinite logits at cycle {self.num_cycles} (request {sequence.index}): "
-                "the weights or the prompt overflow this dtype",
-            )
+            raise self._not_numbers(f"cycle {self.num_cycles}", sequence)
         sequence.prefix += len(emitted)
         self.decode_tokens += sequence.emit(emitted)
+
+    @staticmethod
+    def _not_numbers(where: str, sequence: Sequence) -> EngineError:
+        return EngineError(
+            "crash",
+            "generate",
+            f"NaN or infinite logits at {where} (request {sequence.index}): "
+            "the weights or the prompt overflow this dtype",
+        )
 
     def _retire(self) -> None:
         for sequence in self.active:
@@ -239,7 +306,7 @@ class Stream:
         cycle_ms = self.decode_wall_s * 1e3 / max(self.num_cycles, 1)
         return RunResult(
             requests=tuple(s.result() for s in sorted(self.done, key=lambda s: s.index)),
-            counters=self.prefills.tally.counters(),
+            counters=self.tally.counters(),
             decode_wall_s=self.decode_wall_s,
             decode_tokens=self.decode_tokens,
             num_cycles=self.num_cycles,

@@ -46,41 +46,42 @@ def draft(
     logits_BR: torch.Tensor,
     slot_B: torch.Tensor,
     prefix_B: torch.Tensor,
-    first_B: torch.Tensor | None = None,
 ) -> Tree:
     """Draft below ``root_B`` from the extend's last hidden states and logits.
 
-    ``prefix_B``: rows of the head's cache that are settled. ``first_B``: the best draft id of
-    ``logits_BR`` where it is known; a chain then looks at no logits.
+    ``prefix_B``: rows of the head's cache that are settled.
     """
     if speculation.topk == 1:
-        if first_B is None:
-            first_B = logits_BR.argmax(-1)
-        return _chain(model, speculation.steps, root_B, hidden_BH, first_B, slot_B, prefix_B)
+        num_tokens = speculation.num_tokens
+        token_BT = root_B.new_empty(len(root_B), num_tokens)
+        first_B = logits_BR.argmax(-1)
+        draft_chain(model, root_B, hidden_BH, first_B, slot_B, prefix_B, out_BT=token_BT)
+        parent_T = torch.arange(-1, num_tokens - 1, device=token_BT.device)
+        return Tree(token_BT, parent_T.repeat(len(root_B), 1), torch.zeros_like(token_BT))
     return _tree(model, speculation, root_B, hidden_BH, logits_BR, slot_B, prefix_B)
 
 
-def _chain(
+def draft_chain(
     model: DraftModel,
-    steps: int,
     root_B: torch.Tensor,
     hidden_BH: torch.Tensor,
     first_B: torch.Tensor,
     slot_B: torch.Tensor,
     prefix_B: torch.Tensor,
-) -> Tree:
-    """Only the best child, step by step: no scores, no masks."""
+    *,
+    out_BT: torch.Tensor,
+) -> None:
+    """Only the best child, step by step: no scores, no masks. Fills ``out`` from the root on.
+
+    ``first_B`` is the best draft id of the extend.
+    """
     target_id_R = model.weights.target_id_R
     tokens = [root_B, target_id_R[first_B]]
-    for step in range(steps - 1):
-        row_B = prefix_B + step
+    for step in range(out_BT.shape[1] - 2):
+        row_B = prefix_B + step if step else prefix_B
         hidden_BH = model.forward(tokens[-1][:, None], hidden_BH, row_B[:, None], slot_B, row_B)
         tokens.append(target_id_R[model.best(hidden_BH)])
-    token_BT = torch.stack(tokens, dim=1)
-    parent_T = torch.arange(-1, steps, device=token_BT.device)
-    # kernels take whole tensors, not expanded ones
-    parent_BT = parent_T.expand_as(token_BT).contiguous()
-    return Tree(token_BT, parent_BT, torch.zeros_like(token_BT))
+    torch.stack(tokens, dim=1, out=out_BT)
 
 
 def _tree(

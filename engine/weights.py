@@ -87,7 +87,8 @@ class Source(Protocol):
 class RandomSource:
     """Normal weights of a fixed seed, the same whatever the number of ranks; norms are 1.
 
-    A tensor's values depend on its name and the seed only.
+    A tensor's values depend on its name and the seed only. ``scale`` gives a tensor's spread as a
+    multiple of ``std``, by name.
     """
 
     def __init__(
@@ -98,9 +99,10 @@ class RandomSource:
         *,
         std: float = 0.02,
         dtype: torch.dtype = torch.float32,
+        scale: Callable[[str], float] = lambda _: 1.0,
     ) -> None:
         self.shapes, self.seed, self.device, self.std = shapes, seed, device, std
-        self.dtype = dtype
+        self.dtype, self.scale = dtype, scale
 
     def read(self, name: str) -> torch.Tensor:
         """Generate the whole tensor."""
@@ -116,7 +118,7 @@ class RandomSource:
         generator.manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
         dtype = self.dtype if self.device.type == "cuda" else torch.float32
         out = torch.empty(shape, dtype=dtype, device=self.device)
-        return out.normal_(0.0, self.std, generator=generator)
+        return out.normal_(0.0, self.std * self.scale(name), generator=generator)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Generate, then cut."""
@@ -125,6 +127,23 @@ class RandomSource:
     def read_columns(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Generate, then cut."""
         return self.read(name)[:, start:stop]
+
+
+def target_scale(layers: int) -> Callable[[str], float]:
+    """Spreads with which every token is routed by what it is, as in a trained model.
+
+    With one spread for all, attention (a mean over the context, alike for all of its tokens) soon
+    outweighs the embedding in the residual stream: from the third layer on the tokens of a
+    sequence take the same experts, and greedy decoding repeats one token. So embeddings have a
+    spread of 1, and what attention adds is divided by the number of layers.
+    """
+
+    def scale(name: str) -> float:
+        if "embed_tokens" in name:
+            return 50.0
+        return 1.0 / layers if "o_proj" in name else 1.0
+
+    return scale
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,7 @@ class Worker:
             SpeculationConfig.model_validate_json(message.speculation_json),
             concurrency=message.concurrency,
             margins=message.margins,
+            timed=message.timed,
         )
         return replace(run, peak_memory_bytes=self._peak_memory_bytes())
 

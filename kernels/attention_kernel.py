@@ -28,6 +28,7 @@ from kernels.launch import (
     pow2,
     require,
 )
+from kernels.prefetch import prefetch_arguments, prefetch_share
 from kernels.tuning import Config, config_for
 
 
@@ -58,14 +59,14 @@ def _rotated_halves(
 def attention_kernel(
     q, k_cache, v_cache, slots, prefixes, mask, out,
     q_gain, k_gain, cos, sin, positions,
-    partial_o, partial_m, partial_l, counters,
+    partial_o, partial_m, partial_l, counters, ahead, ahead_bytes,
     scale, eps, q_stride, k_offset, v_offset,
     k_slot_stride, k_row_stride, k_head_stride, v_slot_stride, v_row_stride, v_head_stride, J,
     T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr,
     NEW: tl.constexpr, HAS_NORM: tl.constexpr, HAS_MASK: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_NEW: tl.constexpr, BLOCK_PARTS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     R: tl.constexpr = N // G
     D: tl.constexpr = 2 * HALF
@@ -99,6 +100,11 @@ def attention_kernel(
         piece = tl.minimum(piece, D - 1)
         prefetch_l2(k_base + near[:, None] * k_row_stride + piece[None, :], True)
         prefetch_l2(v_base + near[:, None] * v_row_stride + piece[None, :], True)
+    if PREFETCH:
+        # the next kernel's weight: after the cache's rows, which are waited for
+        number = (tl.program_id(2) * tl.num_programs(1) + block) * PARTS + part
+        total_programs = PARTS * tl.num_programs(1) * tl.num_programs(2)
+        prefetch_share(ahead, ahead_bytes, number, total_programs, PREFETCH)
     row = block * BLOCK_R + tl.arange(0, BLOCK_R)
     in_row = row < T * R
     t = row // R
@@ -314,8 +320,12 @@ def launch_attention(
     num_heads: int,
     out: torch.Tensor,
     new: NewTokens | None,
+    prefetch: torch.Tensor | None = None,
 ) -> None:
-    """Check sizes, choose the configuration, launch. P = B * T rows of q (or of q, k and v)."""
+    """Check sizes, choose the configuration, launch. P = B * T rows of q (or of q, k and v).
+
+    ``prefetch`` is a weight to bring into L2 meanwhile (see ``kernels.prefetch``).
+    """
     num_rows_of_cache, num_kv_heads, head_size = k_cache_SCGD.shape[1:]
     require(head_size % 2 == 0, f"{op}: the head size must be even, got {head_size}")
     require(head_size <= 256, f"{op}: the head size must be at most 256, got {head_size}")
@@ -363,6 +373,7 @@ def launch_attention(
     mask = mask_BTJ.contiguous().view(torch.uint8) if mask_BTJ is not None else slot_B
     has_norm = new is not None and new.q_gain is not None
     pdl = pdl_for(device)
+    ahead, ahead_bytes, prefetch_mode = prefetch_arguments(prefetch, q_PX)
     launch(
         attention_kernel, (parts, blocks, groups),
         q_PX, k_cache_SCGD, v_cache_SCGD, slot_B, prefix_B, mask, out,
@@ -371,7 +382,7 @@ def launch_attention(
         new.cos if new is not None else q_PX,
         new.sin if new is not None else q_PX,
         new.positions if new is not None else slot_B,
-        partial_o, partial_m, partial_l, counters,
+        partial_o, partial_m, partial_l, counters, ahead, ahead_bytes,
         scale, new.eps if new is not None else 0.0, q_PX.stride(0),
         num_heads * head_size, (num_heads + num_kv_heads) * head_size,
         *k_cache_SCGD.stride()[:3], *v_cache_SCGD.stride()[:3],
@@ -380,6 +391,6 @@ def launch_attention(
         NEW=new is not None, HAS_NORM=has_norm, HAS_MASK=has_mask, SPLITS=splits,
         BLOCK_R=block_r, BLOCK_L=config["block_l"], BLOCK_HALF=block_half,
         BLOCK_NEW=pow2(num_tokens, 16) if new is not None else 16, BLOCK_PARTS=pow2(parts),
-        STAGES=config["stages"], PRECISION="ieee", PDL=pdl, launch_pdl=pdl,
+        STAGES=config["stages"], PREFETCH=prefetch_mode, PRECISION="ieee", PDL=pdl, launch_pdl=pdl,
         num_warps=config["num_warps"],
     )  # fmt: skip

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
+from autotune.effect.rewired import rewired
 from model.machine import Machine
-from model.nccl.communicator import final_channels
+from model.nccl.communicator import final_channels, p2p_rule
 from model.nccl.selector import Choice, Selector
 from model.nccl.settings import NcclSettings
 from model.nccl.tuning import Communicator
@@ -65,11 +66,14 @@ class Scene:
 
     comm: Communicator
     machine: Machine | None
+    #: topology as the log prints it
+    topology: tuple[str, ...] = ()
 
     def selector(self, settings: NcclSettings) -> Selector:
         """NCCL's choices under other settings of the same communicator.
 
-        Raises ``ValueError`` when the settings leave NCCL nothing to run.
+        Raises ``ValueError`` when the settings leave NCCL nothing to run, and when they change the
+        transport and neither a machine nor the log's topology tells to what.
         """
         if self.machine is not None:
             from model.allreduce.model import nccl_setup
@@ -77,6 +81,10 @@ class Scene:
             version = self.comm.release.name
             return nccl_setup(self.machine, self.comm.num_ranks, settings, version).selector
         comm = self.comm
+        if p2p_rule(settings) != p2p_rule(comm.settings):
+            other = rewired(comm, self.topology, settings)
+            if other is not None:
+                return Selector(other)
         channels = final_channels(
             comm.release, comm.ring, comm.tree, settings,
             num_nodes=comm.num_nodes, min_cc=comm.min_cc, nvls_channels=comm.nvls_channels,

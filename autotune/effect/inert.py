@@ -27,11 +27,7 @@ def inert_reason(
     if name == "NCCL_NTHREADS" and not effects:
         return _default_threads(comm, value)
     if name == "NCCL_NTHREADS":
-        most = max((_threads(effect) for effect in effects), default=0)
-        return (
-            f"NCCL takes the same threads without {value}: up to {most} here, 512 is its default "
-            "and most, and small messages run fewer whatever is set"
-        )
+        return _threads_reason(value, effects)
     if name == "NCCL_P2P_LEVEL" and (denied := _no_peer_access(comm, value)) is not None:
         return denied
     if name == "NCCL_P2P_LEVEL" and effects:
@@ -40,7 +36,12 @@ def inert_reason(
             "the transport stays as it is"
         )
     if name == "NCCL_P2P_DISABLE" and effects:
-        return f"the transport is {comm.transport} with peer-to-peer allowed as well"
+        ring = comm.graph(4)
+        path = None if ring is None else ring.type_intra
+        why = f": the GPUs are {path} apart, beyond NCCL's own level"
+        if path not in ("PHB", "SYS"):
+            why = ""
+        return f"the transport is {comm.transport} with peer-to-peer allowed as well{why}"
     if name == "NCCL_NVLS_ENABLE":
         return _nvls(comm, value)
     return None
@@ -57,7 +58,8 @@ def _cap(
     if floor >= cap > 0:
         return f"NCCL_MIN_NCHANNELS={floor} sets the {channels} channels; the cap adds nothing"
     if channels < cap or _without(scene, environment, name) == channels:
-        return f"only a cap: NCCL has {channels} channels by itself, below {cap}"
+        than = f"below {cap}" if channels < cap else "no more"
+        return f"only a cap: NCCL has {channels} channels by itself, {than}"
     return None
 
 
@@ -67,6 +69,18 @@ def _already_above(comm: CommLog, value: str) -> str | None:
     if channels is None or channels <= c_integer(value):
         return None
     return f"NCCL has {channels} channels, more than the {c_integer(value)} asked for at least"
+
+
+def _threads_reason(value: str, effects: Sequence[SizeEffect]) -> str:
+    asked = c_integer(value)
+    if asked % 32 or not 64 <= asked <= _THREADS:
+        why = "is no multiple of 32" if asked % 32 else f"is not between 64 and {_THREADS}"
+        return f"NCCL refuses {value}, which {why}, and runs the same threads without it"
+    most = max((_threads(effect) for effect in effects), default=0)
+    return (
+        f"NCCL takes the same threads without {value}: up to {most} here ({_THREADS} are its "
+        "default and most; Simple adds a warp), and small messages run fewer whatever is set"
+    )
 
 
 #: default and most of the Simple and LL protocols, in every release

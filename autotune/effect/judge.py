@@ -55,7 +55,7 @@ def judge_log(
     if main is not None and isinstance(main.scene, Scene):
         present = [name for name in tuned if name in main.environment]
         if len(present) > 1:
-            together = _compare(main, present)
+            together = _together(main, present)
         offers = suggestions(main.scene, main.environment, main.sizes, _HOST)
     return Judgement(
         files=log.files,
@@ -159,7 +159,10 @@ def _matters(
         return verdict(
             "unknown", f"read, but whether it matters is not to be told: {stages[0].scene}"
         )
-    effects = _distinct(effect for stage in judged for effect in _compare(stage, [name]))
+    try:
+        effects = _distinct(effect for stage in judged for effect in _compare(stage, [name]))
+    except ValueError as error:
+        return verdict("unknown", f"read, but whether it matters is not to be told: {error}")
     if any(effect.outcome != "inert" for effect in effects):
         return verdict("effective", sizes_in_words(effects), sizes=tuple(effects))
     first = judged[0]
@@ -185,6 +188,14 @@ def _compare(stage: Stage, names: Sequence[str]) -> tuple[SizeEffect, ...]:
     rest = {key: value for key, value in stage.environment.items() if key not in names}
     ours = NcclSettings.from_env(stage.environment)
     return stage.scene.compare(ours, NcclSettings.from_env(rest), stage.sizes)
+
+
+def _together(stage: Stage, names: Sequence[str]) -> tuple[SizeEffect, ...]:
+    try:
+        return _compare(stage, names)
+    except ValueError:
+        # each variable's own verdict says what is missing
+        return ()
 
 
 def _same_kernels(effects: Sequence[SizeEffect]) -> str:

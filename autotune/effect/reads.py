@@ -23,9 +23,13 @@ _CASELESS = frozenset({"NCCL_ALGO", "NCCL_PROTO"})
 
 
 def workers(log: NcclLog) -> tuple[ProcessLog, ...]:
-    """Processes that made a communicator; all, where the log shows none."""
-    found = tuple(process for process in log.processes if process.comms)
-    return found or log.processes
+    """Processes that made a communicator; all, where the log shows none.
+
+    Where some show their rank, others without one are fragments that prove nothing.
+    """
+    made = tuple(process for process in log.processes if process.comms)
+    whole = tuple(process for process in made if process.ranks)
+    return whole or made or log.processes
 
 
 def label(process: ProcessLog) -> str:

@@ -61,10 +61,11 @@ def scene_of_log(
         problem = _differs(machine, best.comm, settings)
         if problem is not None:
             return f"machine {machine.name} is not the host of the log: {problem}"
-        return Scene(comm=best.comm, machine=machine)
+        return Scene(comm=best.comm, machine=machine, topology=comm.topology)
     fitting = [m for m in _known_machines() if _differs(m, best.comm, settings) is None]
     # a host that forces P2P off is the same communicator as one with NCCL_P2P_DISABLE=1
-    return Scene(comm=best.comm, machine=fitting[0] if fitting else None)
+    found = fitting[0] if fitting else None
+    return Scene(comm=best.comm, machine=found, topology=comm.topology)
 
 
 def _scene_of_summary(

@@ -225,6 +225,54 @@ def test_without_graphs_in_the_log_a_named_machine_tells_if_it_fits(machine: str
         assert "is not the host of the log: channels 2, not 4" in proto.reason
 
 
+#: a host that no known machine is like, and one without NVLink
+UNKNOWN_HOST = (("PCI[48.0]", "PCI[24.0]"), ("bw 20.000000/20.0", "bw 10.000000/10.0"))
+NVLINK = ("NVL[", "NVS/")
+LEVEL = ("NCCL_P2P_DISABLE set by environment to 1", "NCCL_P2P_LEVEL set by environment to SYS")
+DIRECT = ("via SHM/direct/direct", "via P2P/IPC")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "dropped", "verdict", "reason"),
+    [
+        pytest.param("NCCL_P2P_DISABLE", (), (), "effective", "changes what runs", id="nvlink"),
+        pytest.param("NCCL_P2P_DISABLE", (), NVLINK, "inert", "PHB apart", id="host-bridge"),
+        pytest.param(
+            "NCCL_P2P_DISABLE", (), ("===", "+ ", "CPU/"), "unknown", "topology", id="no-topology"
+        ),
+        pytest.param(
+            "NCCL_P2P_LEVEL", (LEVEL,), NVLINK, "inert", "driver gives no peer access", id="refused"
+        ),
+        pytest.param(
+            "NCCL_P2P_LEVEL", (LEVEL, DIRECT), NVLINK, "effective", "changes", id="level-opens-p2p"
+        ),
+    ],
+)
+def test_what_decides_the_transport_is_judged_by_the_topology_of_the_log(
+    name: str,
+    changes: tuple[tuple[str, str], ...],
+    dropped: tuple[str, ...],
+    verdict: str,
+    reason: str,
+) -> None:
+    """Without a machine the same communicator would stand for every transport."""
+    text = "".join((RECORDED / f"shm_default.rank{rank}.log").read_text() for rank in (0, 1))
+    for old, new in (*UNKNOWN_HOST, *changes):
+        text = text.replace(old, new)
+    kept = [line for line in text.splitlines() if not any(word in line for word in dropped)]
+    judgement = judged(kept)
+    assert [comm.machine for comm in judgement.comms] == [None]
+    found = next(k for k in judgement.knobs if k.name == name)
+    assert (found.verdict, reason in found.reason) == (verdict, True), found.reason
+
+
+def test_lines_of_a_rank_without_its_beginning_are_no_worker_that_lost_something() -> None:
+    lines = rank_lines("2.27.7", 0, 2, {"NCCL_MAX_NCHANNELS": "16"})
+    fragment = [line for line in rank_lines("2.27.7", 1, 2) if " via " in line]
+    found = verdict_on("NCCL_MAX_NCHANNELS", "16", [*lines, *fragment])
+    assert found.verdict == "inert"
+
+
 def test_every_recorded_log_is_judged_the_same_in_one_folder_and_by_file() -> None:
     files = [RECORDED / f"shm_seed.rank{rank}.log" for rank in (0, 1)]
     one = judge_log(parse_nccl_logs(files), {"NCCL_PROTO": "LL"})

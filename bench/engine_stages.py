@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.engine_near_tie import stage_near_tie
 from bench.engine_profile import stage_profile
 from bench.engine_rows import GRAPHS, K3, OFF, Emit, config, floor_ms, measure, plain_rows, requests
 from bench.engine_tiny import TINY_KINDS, stage_diagnose, stage_fp32, stage_tiny, tiny_rows
@@ -170,6 +171,7 @@ STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     "q48eager": (stage_q48eager, 60),
     "profile": (stage_profile, 90),
     "timing": (stage_timing, 60),
+    "near_tie": (stage_near_tie, 90),
     "peer8": (stage_peer8, 80),
     "q8fused": (stage_q8fused, 60),
     "q8pdl": (stage_q8pdl, 60),
@@ -204,7 +206,8 @@ def show(row: dict[str, Any]) -> None:
         "distinct_experts", "accept_length", "tokens_per_s", "speedup", "same_outputs", "start_s",
         "prefill_s", "verify_ms", "rc", "error", "eager_ms", "captured_ms", "on_ms", "off_ms",
         "cost", "prefill_ms", "long_ms", "decode_ms", "outside_decode_ms", "busy_us", "span_us",
-        "num_kernels", "segments_ms",
+        "num_kernels", "segments_ms", "places", "threshold", "share_below_threshold", "largest",
+        "largest_margin", "not_near_ties",
     ):  # fmt: skip
         value = row.get(key)
         if value is not None:

@@ -306,14 +306,16 @@ class Cycle:
     def _note_margins(self, heads: Heads, sequences: list[Sequence]) -> None:
         if not self.margins:
             return
-        if heads.lead_M is not None:
-            leads = heads.lead_M.tolist()
+        if heads.lead_M is not None and heads.second_M is not None:
+            leads, seconds = heads.lead_M.tolist(), heads.second_M.tolist()
         else:
             assert heads.logits_MV is not None
-            two = heads.logits_MV.topk(2, dim=-1).values
-            leads = (two[:, 0] - two[:, 1]).tolist()
-        for sequence, lead in zip(sequences, leads, strict=True):
+            two = heads.logits_MV.topk(2, dim=-1)
+            leads = (two.values[:, 0] - two.values[:, 1]).tolist()
+            seconds = two.indices[:, 1].tolist()
+        for sequence, lead, second in zip(sequences, leads, seconds, strict=True):
             sequence.margins.append(lead)
+            sequence.runners_up.append(second)
 
     def _take_keep(self) -> Keep | None:
         keep, self._keep = self._keep, None

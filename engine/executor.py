@@ -58,8 +58,9 @@ class Heads:
     """What rank 0 learns of the logits. ``nan_R``: which ranks saw a NaN."""
 
     token_M: torch.Tensor | None
-    #: lead of the best token over the second in log-probability
+    #: lead of the best token over the second in log-probability, and the second
     lead_M: torch.Tensor | None
+    second_M: torch.Tensor | None
     logits_MV: torch.Tensor | None
     nan_R: torch.Tensor
 
@@ -142,10 +143,15 @@ class Executor:
         if order.want == "full":
             return self._gather_full(logits_MR)
         count = 1 if order.want == "best" else 2
-        top = logits_MR.topk(count, dim=-1) if count > 1 else logits_MR.max(-1, keepdim=True)
-        token_MK = top[1] + self.model.weights.vocab_start
+        best = logits_MR.max(-1, keepdim=True)
+        top, token_MK = best
+        if count > 1:
+            top, token_MK = logits_MR.topk(count, dim=-1)
+            # of equal logits topk returns any: plain decoding takes the first
+            token_MK = torch.cat((best.indices, token_MK[:, 1:]), dim=-1)
+        token_MK = token_MK + self.model.weights.vocab_start
         # token ids are exact in fp32 up to 2^24
-        packed = self.group.gather(torch.cat((top[0], token_MK.float()), dim=-1))
+        packed = self.group.gather(torch.cat((top, token_MK.float()), dim=-1))
         if packed is None:
             return None
         value_RMK, token_RMK = packed[..., :count], packed[..., count:]
@@ -153,11 +159,12 @@ class Executor:
         value_MX, token_MX = value_RMK.transpose(0, 1).flatten(1), token_RMK.transpose(0, 1)
         best_M1 = value_MX.argmax(-1, keepdim=True)
         token_M = token_MX.flatten(1).gather(1, best_M1)[:, 0].long()
-        lead_M = None
+        lead_M = second_M = None
         if count > 1:
-            two = value_MX.topk(2, dim=-1).values
-            lead_M = two[:, 0] - two[:, 1]
-        return Heads(token_M, lead_M, None, nan_R)
+            two = value_MX.topk(2, dim=-1)
+            lead_M = two.values[:, 0] - two.values[:, 1]
+            second_M = token_MX.flatten(1).gather(1, two.indices[:, 1:])[:, 0].long()
+        return Heads(token_M, lead_M, second_M, None, nan_R)
 
     def _gather_full(self, logits_MR: torch.Tensor) -> Heads | None:
         tp, vocab = self.group.tp, self.model.shape.vocab
@@ -171,7 +178,7 @@ class Executor:
             return None
         starts = [r * vocab // tp for r in range(tp + 1)]
         logits_MV = torch.cat([parts[r, :, : starts[r + 1] - starts[r]] for r in range(tp)], dim=-1)
-        return Heads(None, None, logits_MV, parts.isnan().flatten(1).any(1))
+        return Heads(None, None, None, logits_MV, parts.isnan().flatten(1).any(1))
 
     def _send(self, order: Order) -> None:
         num_sequences, num_tokens = order.token_BT.shape

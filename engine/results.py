@@ -57,6 +57,8 @@ class RequestResult:
     decode_s: float
     #: lead of the best token over the second in log-probability, per token; () unless asked for
     margins: tuple[float, ...] = ()
+    #: the second best token, per token; () unless margins were asked for
+    runners_up: tuple[int, ...] = ()
 
     @property
     def tpot_ms(self) -> float | None:

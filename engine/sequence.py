@@ -16,6 +16,7 @@ class Sequence:
         self.tokens: list[int] = []
         self.tokens_per_verify: list[int] = []
         self.margins: list[float] = []
+        self.runners_up: list[int] = []
         #: rows settled in the caches: all tokens but the last one
         self.prefix = 0
         self.admitted_s = perf_counter()
@@ -62,6 +63,7 @@ class Sequence:
             ttft_s=self.ttft_s,
             decode_s=self.decode_s,
             margins=tuple(self.margins),
+            runners_up=tuple(self.runners_up),
         )
 
 

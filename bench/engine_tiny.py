@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from autotune.backends.output_check import Checked, Reference, check_output, self_noise
 from engine.api import Engine
 from engine.config import LaunchConfig, SpeculationConfig
 from engine.errors import EngineError
@@ -13,6 +14,8 @@ from engine.results import Request, RunResult
 TINY = Path(__file__).resolve().parent.parent / "studies" / "models"
 GRAPHS = {"decode": True, "draft": True, "verify": True, "extend": True}
 OFF = SpeculationConfig()
+#: measured rounds over all kinds
+ROUNDS = 4
 
 TINY_KINDS = {
     "off": OFF,
@@ -59,7 +62,8 @@ def tiny_requests(count: int, input_len: int, new: int) -> list[Request]:
 def tiny_rows(emit: Emit, name: str, changes: dict[str, Any]) -> None:
     """Interleaved repeats of plain, chain and tree decoding at three loads.
 
-    A kind that kills the workers is left out of the rest, and said.
+    Every second round runs the kinds backwards, so that drift falls on all alike. A kind that
+    kills the workers is left out of the rest, and said.
     """
     kinds = dict(TINY_KINDS)
     asks = tiny_requests(32, 128, 192)
@@ -67,9 +71,11 @@ def tiny_rows(emit: Emit, name: str, changes: dict[str, Any]) -> None:
     try:
         for concurrency in (1, 4, 16):
             some = asks[: max(4, 2 * concurrency)]
+            truth = Truth(engine, some, concurrency)
             runs: dict[str, list[RunResult]] = {kind: [] for kind in kinds}
-            for repeat in range(4):
-                for kind in list(kinds):
+            # round 0 warms up
+            for number in range(1 + ROUNDS):
+                for kind in list(kinds)[:: -1 if number % 2 else 1]:
                     try:
                         run = engine.generate(some, kinds[kind], concurrency=concurrency)
                     except EngineError as error:
@@ -84,32 +90,69 @@ def tiny_rows(emit: Emit, name: str, changes: dict[str, Any]) -> None:
                         engine.close()
                         engine = Engine(tiny_config(**changes))
                         continue
-                    if repeat:
+                    if number:
                         runs[kind].append(run)
-            tiny_level(emit, name, concurrency, {k: runs[k] for k in kinds})
+            tiny_level(emit, name, concurrency, {k: runs[k] for k in kinds}, truth)
     finally:
         engine.close()
 
 
-def tiny_level(emit: Emit, name: str, concurrency: int, runs: dict[str, list[RunResult]]) -> None:
-    """Rows of one load: medians, and speed-ups over plain decoding."""
-    base = statistics.median(r.tokens_per_s or 0.0 for r in runs["off"])
+class Truth:
+    """Plain decoding of the prompts with margins, and its own noise, to judge outputs by."""
+
+    def __init__(self, engine: Engine, asks: list[Request], concurrency: int) -> None:
+        def plain(some: list[Request], at_once: int) -> Reference:
+            run = engine.generate(some, OFF, concurrency=at_once, margins=True)
+            return Reference(
+                tuple(r.token_ids for r in run.requests), tuple(r.margins for r in run.requests)
+            )
+
+        self.reference = plain(asks, concurrency)
+        few = asks[: max(4, min(concurrency, 8))]
+        others = [size for size in (1, 4, 16) if size != concurrency]
+        again = [plain(few, min(size, len(few))) for size in (concurrency, *others)]
+        self.noise = self_noise(self.reference, again)
+
+    def check(self, run: RunResult) -> Checked:
+        """Whether a run's outputs are those of plain decoding, but for near ties."""
+        outputs = [r.token_ids for r in run.requests]
+        return check_output(outputs, self.reference, exact=False, temperature=0.0, noise=self.noise)
+
+
+def tiny_level(
+    emit: Emit, name: str, concurrency: int, runs: dict[str, list[RunResult]], truth: Truth
+) -> None:
+    """Rows of one load: medians, speed-ups over plain decoding, outputs judged.
+
+    ``speedup_low`` and ``speedup_high`` are over the rounds, each against plain decoding of the
+    same round.
+    """
+    plain_rates = [r.tokens_per_s or 0.0 for r in runs["off"]]
+    base = statistics.median(plain_rates)
     plain = [r.token_ids for r in runs["off"][-1].requests]
     for kind, found in runs.items():
         run, rates = found[-1], [r.tokens_per_s or 0.0 for r in found]
+        ratios = [rate / other for rate, other in zip(rates, plain_rates, strict=False)]
         same = sum(r.token_ids == p for r, p in zip(run.requests, plain, strict=True))
+        checked = truth.check(run)
         emit(
             row="tiny",
             name=f"{name}, {kind}",
             batch=concurrency,
+            n=len(found),
             tokens_per_s=statistics.median(rates),
             low=min(rates),
             high=max(rates),
             speedup=statistics.median(rates) / base,
+            speedup_low=min(ratios),
+            speedup_high=max(ratios),
             accept_length=run.counters.accept_length,
             same_outputs=f"{same}/{len(plain)}",
+            output=checked.verdict,
+            output_reason=checked.reason,
             cycle_ms=run.cycle_ms,
             busy_ms=sum(m for n, m in run.segments_ms.items() if n != "host_gap"),
+            memory_gib=(run.peak_memory_bytes or 0) / 2**30,
             phases_ms={n: round(ms, 4) for n, ms in run.phases_ms.items()},
             graphs=dict(run.graphs),
         )

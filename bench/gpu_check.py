@@ -1,6 +1,6 @@
 """Everything of the tool that needs a GPU host, each step in a process with a limit of its own.
 
-    python -m bench.gpu_check --out DIR [--budget 150] [--only study,doctor] [--skip oracle]
+    python -m bench.gpu_check --out DIR [--budget 150] [--only alone] [--skip oracle]
 
 Writes ``check.log`` (each step's output) and ``check.jsonl`` (exit code and seconds) into DIR as it
 goes. A step that fails or outlives its limit does not stop the next ones. Exit code 1 when one
@@ -99,6 +99,10 @@ def steps(out: Path) -> list[Step]:
         Step("tests", "oracle", 150, (*gpu, "tests/oracle")),
         Step("alone", "host", 100, (*gpu, "tests/unit/test_probe.py",
                                     "tests/contracts/test_gpu_host.py")),
+        # minutes: only when asked for
+        Step("long", "gpu-study", 420, (*autotune, "study", "start", str(ROOT / "studies/gpu.yaml"),
+                                        *database, "-o", str(out / "gpu.best.yaml"))),
+        Step("long", "gpu-report", 30, (*autotune, "study", "report", "gpu", *database)),
         Step("alone", "failures", 150, (*gpu, "tests/contracts/test_gpu_failures.py")),
     ]  # fmt: skip
 
@@ -203,12 +207,13 @@ def main(argv: list[str] | None = None) -> int:
     chosen = [
         step
         for step in chosen
-        if (not only or only & {step.name, step.lane}) and not skip & {step.name, step.lane}
+        if (only & {step.name, step.lane} or not (only or step.lane == "long"))
+        and not skip & {step.name, step.lane}
     ]
     run = Run(out, args.budget)
     lanes = [
         threading.Thread(target=run.lane, args=([s for s in chosen if s.lane == lane],))
-        for lane in ("study", "tests")
+        for lane in ("study", "tests", "long")
     ]
     for thread in lanes:
         thread.start()

@@ -10,6 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine_near_tie import stage_near_tie
+from bench.engine_peers import (
+    stage_peer8,
+    stage_unpack,
+    stage_vllm8,
+    stage_vllm48,
+    stage_vllm48eagle,
+)
 from bench.engine_profile import stage_profile
 from bench.engine_rows import GRAPHS, K3, OFF, Emit, config, floor_ms, measure, plain_rows, requests
 from bench.engine_tiny import TINY_KINDS, stage_diagnose, stage_fp32, stage_tiny, tiny_rows
@@ -153,13 +160,6 @@ def stage_tp2spec(emit: Emit) -> None:
     tiny_rows(emit, "tiny, 2 GPUs, P2P off", {"tp": 2, "environment": environment})
 
 
-def stage_peer8(emit: Emit) -> None:
-    """transformers on the same slice, eager and captured."""
-    from bench.transformers_peer import peer_rows
-
-    peer_rows(emit, 8, (1, 4, 16, 64))
-
-
 STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     # name -> (stage, timeout in seconds)
     "warm": (stage_warm, 100),
@@ -173,6 +173,10 @@ STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     "timing": (stage_timing, 60),
     "near_tie": (stage_near_tie, 90),
     "peer8": (stage_peer8, 80),
+    "unpack": (stage_unpack, 60),
+    "vllm8": (stage_vllm8, 150),
+    "vllm48": (stage_vllm48, 150),
+    "vllm48eagle": (stage_vllm48eagle, 165),
     "q8fused": (stage_q8fused, 60),
     "q8pdl": (stage_q8pdl, 60),
     "q48pdl": (stage_q48pdl, 80),

@@ -32,6 +32,20 @@ OFF, LINES, LINES_KEPT, RUNS, RUNS_KEPT = range(5)
 
 
 @triton.jit
+def spans(num_bytes, part, num_parts, THREADS: tl.constexpr):
+    """``(share, first, size)``: what each thread of ``part`` asks for, in whole lines of 128 bytes.
+
+    One element a thread, so that an instruction on them runs once in each. The last span ends at
+    the last multiple of 16 bytes; threads beyond it get size 0.
+    """
+    thread = part * THREADS + tl.arange(0, THREADS)
+    share = tl.cdiv(tl.cdiv(num_bytes, num_parts * THREADS), 128) * 128
+    first = thread.to(tl.int64) * share
+    size = tl.minimum(tl.maximum(num_bytes - first, 0), share).to(tl.int32) // 16 * 16
+    return share, first, size
+
+
+@triton.jit
 def prefetch_share(pointer, num_bytes, part, num_parts, MODE: tl.constexpr):
     """Ask for the ``part``-th of ``num_parts`` shares of ``num_bytes`` at ``pointer`` (16-aligned).
 
@@ -39,11 +53,7 @@ def prefetch_share(pointer, num_bytes, part, num_parts, MODE: tl.constexpr):
     """
     if MODE != 0 and not INTERPRETED:
         THREADS: tl.constexpr = num_threads()
-        # one element a thread: the instructions below run once in each
-        thread = part * THREADS + tl.arange(0, THREADS)
-        share = tl.cdiv(tl.cdiv(num_bytes, num_parts * THREADS), 128) * 128
-        first = thread.to(tl.int64) * share
-        size = tl.minimum(tl.maximum(num_bytes - first, 0), share).to(tl.int32) // 16 * 16
+        share, first, size = spans(num_bytes, part, num_parts, THREADS)
         base = pointer.to(tl.pointer_type(tl.int8)) + first
         if MODE >= 3:
             _prefetch_run(base, size, MODE == 4)
@@ -156,7 +166,7 @@ def prefetch_arguments(
 ) -> tuple[torch.Tensor, int, int]:
     """``(pointer, num_bytes, MODE)`` for a kernel; ``other`` stands in where there is nothing.
 
-    ``tensor`` is contiguous and starts at a multiple of 16 bytes (``ValueError``); at most 2 GiB of
+    ``tensor`` is contiguous and starts at a multiple of 16 bytes (``ValueError``); at most 1 GiB of
     it are fetched.
     """
     choice = prefetch_choice()
@@ -165,7 +175,7 @@ def prefetch_arguments(
     require(tensor.is_contiguous(), "prefetch: the tensor must be contiguous")
     if tensor.device.type != "meta":
         require(tensor.data_ptr() % 16 == 0, "prefetch: the tensor must start at 16 bytes")
-    num_bytes = min(tensor.numel() * tensor.element_size(), 2**31 - 128)
+    num_bytes = min(tensor.numel() * tensor.element_size(), 2**30)
     kept = choice == "keep"
     if _has_runs(tensor.device):
         return tensor, num_bytes, RUNS_KEPT if kept else RUNS

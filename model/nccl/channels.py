@@ -2,24 +2,23 @@
 
 Source: NVIDIA/nccl 2.27 to 2.30, src/graph/search.cc (read, facts only). NCCL bounds its search by
 steps; what it finds depends on their number, so steps are counted here exactly as there. A part of
-the search that laid nothing is not walked again from the same state: its steps are subtracted.
+the search that laid nothing is not walked again from the same state: its steps are subtracted. An
+attempt that cannot lay anything is not walked at all; its steps are counted if anybody asks.
 """
 
 import math
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 
 from model.nccl import paths
-from model.nccl.paths import DIS, INTEL_HOST_BRIDGE_OVERHEAD, LOC, PHB
-from model.nccl.topology import NcclTopology, Path, TopoLink, TopoNode
-from model.nccl.tuning import BALANCED_TREE, NVLS, RING, SPLIT_TREE, TREE
+from model.nccl.hops import Demand, Hops, thousandths
+from model.nccl.paths import LOC
+from model.nccl.tuning import NVLS
 
 _STEPS = 1 << 14
 _STEPS_SAME_CHANNELS = 1 << 8
-
-_FREE, _PCI_ORDER, _REPLAY = range(3)
-#: bits for what a link has left, its highest bit apart: up to 8,388 GB/s in thousandths
-_FIELD = 24
 
 
 @dataclass(slots=True)
@@ -38,313 +37,275 @@ class Candidate:
     orders: list[tuple[int, ...]] = field(default_factory=list)
 
     def take(self, other: "Candidate") -> None:
+        """Become equal to another."""
         for name in self.__slots__:
             setattr(self, name, getattr(other, name))
         self.orders = list(other.orders)
 
     @property
     def total(self) -> float:
+        """GB/s of all channels."""
         return len(self.orders) * self.bw_intra
+
+    def would_beat(self, best: "Candidate", num_channels: int, num_hops: int) -> bool:
+        """Whether this one, with so many channels and hops, is better than ``best``."""
+        if num_channels < self.min_channels:
+            return False
+        total = num_channels * self.bw_intra
+        if total != best.total:
+            return total > best.total
+        return self.pattern == best.pattern and num_hops < best.num_hops
+
+    @property
+    def budget(self) -> int:
+        """Steps that NCCL allows for one attempt."""
+        return _STEPS_SAME_CHANNELS if self.same_channels else _STEPS
+
+
+class Hopeless:
+    """An attempt that cannot be better than the best; how many steps it takes is not counted."""
+
+    def __init__(self, layer: "ChannelLayer", trial: Candidate, demand: Demand) -> None:
+        self.trial = replace(trial)
+        self._layer, self._demand = layer, demand
+
+    @cached_property
+    def steps_left(self) -> int:
+        """Counted now, as NCCL takes them."""
+        # nothing is better than this
+        best = Candidate(self.trial.pattern, 1, 1, bw_intra=math.inf, orders=[()])
+        return self._layer.walk_on(self._demand, self.trial, best)
 
 
 @dataclass(frozen=True, slots=True)
-class _Route:
-    """A path as link numbers; ``pcie`` marks links that pay a host bridge's overhead."""
+class _Outcome:
+    """The most channels that an attempt laid, their fewest hops, and the steps it left."""
 
-    links: tuple[int, ...]
-    pcie: tuple[bool, ...]
-    overhead: float
-    rank: int
-    bandwidth: float
+    num_channels: int
+    num_hops: int
+    steps_left: int
 
 
 class ChannelLayer:
-    """Lays channels in one topology.
+    """Lays channels in one topology and keeps what it learnt between attempts."""
 
-    What all links have left is one integer: a field of ``_FIELD`` bits a link, its highest bit
-    set. Taking is one subtraction; a link that lacks what is taken clears its highest bit. NCCL
-    rounds to thousandths of a GB/s after each step and its demands are whole thousandths, so whole
-    numbers decide as it does.
-    """
+    def __init__(self, hops: Hops) -> None:
+        self.hops = hops
+        self.num_gpus = hops.num_gpus
+        #: attempts walked, not told by their links or by another attempt
+        self.num_walked = 0
+        self._walked: dict[Hashable, _Outcome] = {}
 
-    def __init__(self, topo: NcclTopology) -> None:
-        self.topo = topo
-        self.num_gpus = len(topo.gpus)
-        self.steps = 0
-        #: what one count of a link's field means, thousandths of a GB/s, and the field's first bit
-        self._unit: dict[int, int] = {}
-        self._place: dict[int, int] = {}
-        self._completed = 0
-        #: per demands: (GPU, first GPU, visited, left) -> steps of a search that laid nothing
-        self._barren: dict[Hashable, dict[tuple[int, ...], int]] = {}
-        self._known: dict[tuple[int, ...], int] = {}
-        #: attempts by all that decides their course -> bandwidth, best total, steps left
-        self._walked: dict[Hashable, tuple[float, float, int]] = {}
-        self._rates: list[int] = []
-        self._numbers: dict[TopoLink, int] = {}
-        for nodes in topo.nodes.values():
-            for node in nodes:
-                for link in node.links:
-                    self._numbers[link] = len(self._rates)
-                    self._rates.append(_thousandths(link.bandwidth))
-        gpus = range(self.num_gpus)
-        self.routes = [[self._route(topo.path(a, b), topo.gpus[a]) for b in gpus] for a in gpus]
-        #: GPUs after each one, the widest and shortest first; by rank of the start
-        self.sorted_next = [self._sorted_next(a) for a in gpus]
-        #: which hops are near and wide enough for the trial at hand, and the GPUs they lead to
-        self.allowed: list[list[bool]] = []
-        self.following: list[list[int]] = []
-        #: what each hop takes for the trial at hand, its number of links, and all highest bits
-        self._takes: list[list[int]] = []
-        self._hops = [[len(route.links) for route in row] for row in self.routes]
-        self._guards = 0
-
-    def _route(self, path: Path, start: TopoNode) -> _Route:
-        overhead = 1.0
-        intel = path.rank == PHB and start.kind == "GPU" and self.topo.cpu_vendor == "intel"
-        if intel and any(link.target.kind == "CPU" for link in path.links):
-            overhead = INTEL_HOST_BRIDGE_OVERHEAD
-        return _Route(
-            tuple(self._numbers[link] for link in path.links),
-            tuple(link.kind == "PCI" for link in path.links),
-            overhead,
-            path.rank,
-            path.bandwidth,
-        )
-
-    def _sorted_next(self, here: int) -> list[int]:
-        count = self.num_gpus
-        keys = []
-        for offset in range(1, count):
-            gpu = (here + offset) % count
-            route = self.routes[here][gpu]
-            if route.links:
-                keys.append((-int(route.bandwidth), len(route.links), offset, gpu))
-        return [gpu for *_, gpu in sorted(keys)]
-
-    @staticmethod
-    def budget(trial: Candidate) -> int:
-        """Steps that NCCL allows for one attempt."""
-        return _STEPS_SAME_CHANNELS if trial.same_channels else _STEPS
-
-    def lay(self, trial: Candidate, best: Candidate) -> int:
+    def lay(self, trial: Candidate, best: Candidate) -> int | Hopeless:
         """Lay channels with the demands of ``trial``; better results go to ``best``.
 
-        Returns the steps left: 0 when they ran out, -1 for a perfect result.
+        Returns the steps left, 0 when they ran out and -1 for a perfect result.
         """
-        self.steps = self.budget(trial)
-        # hops count on from where they are: NCCL does not reset them for the second pass
+        unused = self.foresee(trial, best)
+        return self.walk(trial, best) if unused is None else unused
+
+    def foresee(self, trial: Candidate, best: Candidate) -> int | Hopeless | None:
+        """The steps an attempt leaves where it is known to be no better; None: walk it."""
+        if trial.pattern == NVLS:
+            return None
+        demand = self.hops.demand(trial.pattern, trial.bw_intra, trial.type_intra)
+        most = min(trial.max_channels, demand.most_channels)
+        if not trial.would_beat(best, most, trial.num_hops + most * demand.hops.fewest_hops):
+            return Hopeless(self, trial, demand)
+        known = self._walked.get(self._course(demand, trial))
+        if known is None:
+            return None
+        hops = trial.num_hops + known.num_hops
+        if trial.would_beat(best, known.num_channels, hops):
+            return None
+        return known.steps_left
+
+    def walk(self, trial: Candidate, best: Candidate) -> int:
+        """Lay channels step by step; as ``lay``."""
+        if trial.pattern == NVLS:
+            trial.orders = []
+            return _NvlsWalk(self, trial, best).run()
+        demand = self.hops.demand(trial.pattern, trial.bw_intra, trial.type_intra)
+        return self.walk_on(demand, trial, best)
+
+    def walk_on(self, demand: Demand, trial: Candidate, best: Candidate) -> int:
+        """Lay channels of a demand."""
+        self.num_walked += 1
         trial.orders = []
-        tree = trial.pattern in (BALANCED_TREE, TREE, SPLIT_TREE)
-        most = trial.type_intra
-        self.allowed = [
-            [
-                bool(route.links)
-                and route.rank <= most
-                and route.rank < DIS
-                and (not tree or self.routes[b][a].rank <= most)
-                and route.bandwidth >= trial.bw_intra
-                for b, route in enumerate(row)
-            ]
-            for a, row in enumerate(self.routes)
-        ]
-        self.following = [
-            [gpu for gpu in self._candidates(trial, a) if self.allowed[a][gpu]]
-            for a in range(self.num_gpus)
-        ]
-        left, demands = self._pack(trial)
-        walk = (
-            demands, left, trial.pattern, trial.same_channels,
-            trial.min_channels, trial.max_channels,
-        )  # fmt: skip
-        # the same walk with less bandwidth lays as many channels, so it cannot be better
-        faster, total, steps = self._walked.get(walk, (0.0, 0.0, 0))
-        if trial.bw_intra < faster and best.total >= total:
-            self.steps = steps
-            return steps
-        self._next_channel(trial, best, left)
-        if trial.pattern != NVLS and self.steps >= 0:
-            self._walked[walk] = (trial.bw_intra, best.total, self.steps)
+        walk = _Walk(self.hops, demand, trial, best)
+        walk.run()
+        # an attempt that ended at a perfect result would have gone on without it
+        if walk.steps >= 0:
+            outcome = _Outcome(walk.most_laid, walk.fewest_hops, walk.steps)
+            self._walked[self._course(demand, trial)] = outcome
+        return walk.steps
+
+    @staticmethod
+    def _course(demand: Demand, trial: Candidate) -> Hashable:
+        return demand.plan.course, trial.same_channels, trial.min_channels, trial.max_channels
+
+
+class _Walk:
+    """One attempt, channel after channel, from each GPU in any order."""
+
+    def __init__(self, hops: Hops, demand: Demand, trial: Candidate, best: Candidate) -> None:
+        self.trial, self.best = trial, best
+        self.num_gpus = hops.num_gpus
+        self.steps = trial.budget
+        #: channels laid so far, those given up included
+        self.num_laid = 0
+        self.most_laid = self.fewest_hops = 0
+        # hops count on from where they are: NCCL does not reset them for the second pass
+        self._first_hops = trial.num_hops
+        self._closed = demand.hops.closed
+        self._lengths = hops.lengths
+        plan = demand.plan
+        self._following = demand.hops.following
+        self._takes, self._guards, self._whole = plan.takes, plan.guards, plan.whole
+        self._barren = plan.barren
+        #: the channel at hand
+        self._order: list[int] = []
+
+    def run(self) -> int:
+        """Returns the steps left, 0 when they ran out and -1 for a perfect result."""
+        self._next_channel(self._whole)
         return self.steps
 
-    def _needs(self, route: _Route, bandwidth: float) -> list[tuple[int, int]]:
-        """(link, thousandths of a GB/s) that a channel of this bandwidth takes."""
-        narrow, wide = _thousandths(bandwidth), _thousandths(bandwidth * route.overhead)
-        pairs = zip(route.links, route.pcie, strict=True)
-        return [(link, wide if pcie else narrow) for link, pcie in pairs]
-
-    def _pack(self, trial: Candidate) -> tuple[int, Hashable]:
-        """All links whole, as one integer, and what tells attempts with equal demands."""
-        needs = [[self._needs(route, trial.bw_intra) for route in row] for row in self.routes]
-        self._unit = dict.fromkeys(range(len(self._rates)), 1)
-        alike = False
-        if trial.pattern != NVLS:
-            amounts: dict[int, set[int]] = {}
-            for a, row in enumerate(needs):
-                for b, pairs in enumerate(row):
-                    for link, need in pairs if self.allowed[a][b] else ():
-                        amounts.setdefault(link, set()).add(need)
-            # where all hops take the same from a link, how often it can be taken says it all
-            alike = all(len(found) == 1 for found in amounts.values())
-            self._unit = {link: min(found) if alike else 1 for link, found in amounts.items()}
-        self._place = {link: index * _FIELD for index, link in enumerate(self._unit)}
-        self._guards = sum(1 << (place + _FIELD - 1) for place in self._place.values())
-        self._takes = [
-            [self._packed(pairs) if self.allowed[a][b] else 0 for b, pairs in enumerate(row)]
-            for a, row in enumerate(needs)
-        ]
-        demands = (
-            trial.pattern == RING,
-            None if alike else trial.bw_intra,
-            tuple(map(tuple, self.allowed)),
-            tuple(map(tuple, self.following)),
-        )
-        self._known = self._barren.setdefault(demands, {})
-        whole = [(link, self._rates[link]) for link in self._unit]
-        return self._guards + self._packed(whole), demands
-
-    def _packed(self, pairs: Iterable[tuple[int, int]]) -> int:
-        return sum((amount // self._unit[link]) << self._place[link] for link, amount in pairs)
-
-    def _next_channel(self, trial: Candidate, best: Candidate, left: int) -> None:
-        channel = len(trial.orders)
-        last = trial.orders[-1] if trial.orders else ()
-        if trial.pattern == NVLS:
-            if channel < self.num_gpus:
-                self._nvls_head(trial, best, channel, left)
-            return
-        if channel == 0:
-            self._extend(trial, best, [0], 1, left, _PCI_ORDER, last)
+    def _next_channel(self, left: int) -> None:
+        laid = self.trial.orders
+        if laid:
+            self._follow(laid[-1], left)
         else:
-            self._extend(trial, best, [last[0]], 1 << last[0], left, _REPLAY, last)
-        if not trial.same_channels or channel == 0:
+            self._follow(range(self.num_gpus), left)
+        if not self.trial.same_channels or not laid:
             for gpu in range(self.num_gpus):
-                self._explore(trial, best, [gpu], 1 << gpu, left)
+                if self.steps <= 0:
+                    return
+                self._order = [gpu]
+                self._explore(gpu, 1 << gpu, left)
 
-    def _explore(
-        self, trial: Candidate, best: Candidate, order: list[int], visited: int, left: int
-    ) -> None:
-        """Go on in any order, unless it is known to lead nowhere from here."""
-        if self.steps <= 0:
-            return
-        key = (order[-1], order[0], visited, left)
-        known = self._known.get(key)
+    def _follow(self, order: "range | tuple[int, ...]", left: int) -> None:
+        """Try one given order: NCCL's numbering, or that of the channel before."""
+        guards = self._guards
+        for place, gpu in enumerate(order):
+            if place:
+                before = order[place - 1]
+                left -= self._takes[before][gpu]
+                if not self._takes[before][gpu] or left & guards != guards:
+                    return
+            if self.steps <= 0:
+                return
+            self.steps -= 1
+        self._close(list(order), left)
+
+    def _explore(self, here: int, visited: int, left: int) -> None:
+        """Go on from ``here`` in any order, unless it is known to lead nowhere."""
+        steps, order = self.steps, self._order
+        key = (here, order[0], visited, left)
+        known = self._barren.get(key)
         if known is not None:
-            self.steps = max(0, self.steps - known)
+            self.steps = max(0, steps - known)
             return
-        steps, completed = self.steps, self._completed
-        self._extend(trial, best, order, visited, left, _FREE, ())
-        if self._completed == completed and self.steps > 0:
-            self._known[key] = steps - self.steps
-
-    def _extend(
-        self,
-        trial: Candidate,
-        best: Candidate,
-        order: list[int],
-        visited: int,
-        left: int,
-        mode: int,
-        last: tuple[int, ...],
-    ) -> None:
-        """Go on from the last GPU of ``order``; a whole channel goes to ``_complete``."""
-        if self.steps <= 0:
-            return
-        self.steps -= 1
-        here, step, guards = order[-1], len(order), self._guards
-        allowed, takes, hops = self.allowed[here], self._takes[here], self._hops[here]
-        if step < self.num_gpus:
-            if mode == _PCI_ORDER:
-                following = [step]
-            elif mode == _REPLAY:
-                following = [last[step]]
-            else:
-                following = self.following[here]
-            for gpu in following:
-                if visited >> gpu & 1 or not allowed[gpu]:
+        laid = self.num_laid
+        self.steps = steps - 1
+        if len(order) == self.num_gpus:
+            self._close(order, left)
+        else:
+            takes, guards = self._takes[here], self._guards
+            for gpu in self._following[here]:
+                if visited >> gpu & 1:
                     continue
                 rest = left - takes[gpu]
                 if rest & guards == guards:
-                    trial.num_hops += hops[gpu]
+                    if self.steps <= 0:
+                        return
                     order.append(gpu)
-                    if mode == _FREE:
-                        self._explore(trial, best, order, visited | 1 << gpu, rest)
-                    else:
-                        self._extend(trial, best, order, visited | 1 << gpu, rest, mode, last)
+                    self._explore(gpu, visited | 1 << gpu, rest)
                     order.pop()
-                    trial.num_hops -= hops[gpu]
-        elif trial.pattern == RING and self.num_gpus > 1:
-            first = order[0]
-            rest = left - takes[first]
-            if allowed[first] and rest & guards == guards:
-                trial.num_hops += hops[first]
-                self._complete(trial, best, order, rest)
-                trial.num_hops -= hops[first]
-        else:
-            self._complete(trial, best, order, left)
+        if self.num_laid == laid and self.steps > 0:
+            self._barren[key] = steps - self.steps
 
-    def _complete(self, trial: Candidate, best: Candidate, order: list[int], left: int) -> None:
+    def _close(self, order: list[int], left: int) -> None:
+        """All GPUs are in the channel; a ring's last hop goes home."""
+        if self._closed:
+            last, first = order[-1], order[0]
+            left -= self._takes[last][first]
+            if not self._takes[last][first] or left & self._guards != self._guards:
+                return
+        self._complete(order, left)
+
+    def _complete(self, order: list[int], left: int) -> None:
+        """A whole channel: keep it if it is the best, and lay another after it."""
         if self.steps <= 0:
             return
         self.steps -= 1
-        self._completed += 1
+        self.num_laid += 1
+        trial, lengths = self.trial, self._lengths
+        hops = sum(lengths[a][b] for a, b in pairwise(order))
+        if self._closed:
+            hops += lengths[order[-1]][order[0]]
+        trial.num_hops += hops
         trial.orders.append(tuple(order))
-        if self._better(trial, best):
-            best.take(trial)
-            if len(trial.orders) == trial.max_channels:
-                self.steps = -1
-        if len(trial.orders) < trial.max_channels:
-            self._next_channel(trial, best, left)
-        trial.orders.pop()
-
-    def _better(self, trial: Candidate, best: Candidate) -> bool:
         channels = len(trial.orders)
-        if channels < trial.min_channels:
-            return False
-        if trial.pattern == NVLS:
-            more = channels > len(best.orders) and channels <= self.num_gpus
-            return more or channels * trial.bw_inter > len(best.orders) * best.bw_inter
-        if trial.total != best.total:
-            return trial.total > best.total
-        return trial.pattern == best.pattern and trial.num_hops < best.num_hops
+        if channels > self.most_laid:
+            self.most_laid, self.fewest_hops = channels, trial.num_hops - self._first_hops
+        elif channels == self.most_laid:
+            self.fewest_hops = min(self.fewest_hops, trial.num_hops - self._first_hops)
+        if trial.would_beat(self.best, channels, trial.num_hops):
+            self.best.take(trial)
+            if channels == trial.max_channels:
+                self.steps = -1
+        if channels < trial.max_channels:
+            self._next_channel(left)
+            self._order = order
+        trial.orders.pop()
+        trial.num_hops -= hops
 
-    def _candidates(self, trial: Candidate, here: int) -> list[int]:
-        """GPUs to try after one; by an NVLink switch only the neighbours."""
-        count, following = self.num_gpus, self.sorted_next[here]
-        if not self.topo.nodes["NVS"]:
-            return following
-        after, before = (here + 1) % count, (here - 1) % count
-        if trial.pattern == RING:
-            first = [after, before]
-        elif trial.pattern in (BALANCED_TREE, SPLIT_TREE):
-            first = [before, after]
-        else:
-            first = [after]
-        if after == before:
-            first = first[:1]
-        # each goes to the front, so the last one named comes first
-        return [gpu for gpu in reversed(first) if gpu in following]
 
-    def _nvls_head(self, trial: Candidate, best: Candidate, head: int, left: int) -> None:
-        """All GPUs exchange with the NVLink switch, the head with twice the bandwidth."""
-        switch = self.topo.nodes["NVS"][0]
+class _NvlsWalk:
+    """One attempt of NVLink SHARP: all GPUs exchange with the NVLink switch, each head once."""
+
+    def __init__(self, layer: ChannelLayer, trial: Candidate, best: Candidate) -> None:
+        self.trial, self.best = trial, best
+        self.num_gpus = layer.num_gpus
+        self.steps = trial.budget
+        self._routes = layer.hops.switch_routes
+        self._rates = layer.hops.rates
+
+    def run(self) -> int:
+        """Returns the steps left, 0 when they ran out and -1 for a perfect result."""
+        self._head(0, list(self._rates))
+        return self.steps
+
+    def _head(self, head: int, left: list[int]) -> None:
+        """The head takes part with twice the bandwidth."""
         if self.steps <= 0:
             return
         self.steps -= 1
-        for inward in (True, False):
-            for gpu in self.topo.gpus:
-                path = switch.paths["GPU"][gpu.index] if inward else gpu.paths["NVS"][0]
-                route = self._route(path, switch if inward else gpu)
-                share = trial.bw_intra * (2 if gpu.index == head else 1)
-                left -= self._packed(self._needs(route, share))
+        trial = self.trial
+        for routes in self._routes:
+            for gpu, route in enumerate(routes):
+                need = thousandths(trial.bw_intra * (2 if gpu == head else 1))
+                for link in route.links:
+                    left[link] -= need
+                    if left[link] < 0:
+                        return
                 # NCCL does not compare the type when it counts double
-                near = gpu.index == head or route.rank <= trial.type_intra
-                if not near or left & self._guards != self._guards:
+                if gpu != head and route.rank > trial.type_intra:
                     return
-        others = [gpu for gpu in range(self.num_gpus) if gpu != head]
-        self._complete(trial, best, [head, *others], left)
-
-
-def _thousandths(value: float) -> int:
-    """NCCL keeps three decimals."""
-    return math.floor(value * 1000.0 + 0.5)
+        if self.steps <= 0:
+            return
+        self.steps -= 1
+        best = self.best
+        trial.orders.append((head, *(gpu for gpu in range(self.num_gpus) if gpu != head)))
+        channels = len(trial.orders)
+        if channels >= trial.min_channels and (
+            (channels > len(best.orders) and channels <= self.num_gpus)
+            or channels * trial.bw_inter > len(best.orders) * best.bw_inter
+        ):
+            best.take(trial)
+            if channels == trial.max_channels:
+                self.steps = -1
+        if channels < min(trial.max_channels, self.num_gpus):
+            self._head(channels, left)
+        trial.orders.pop()

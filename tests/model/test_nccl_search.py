@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import yaml
+from plain_nccl_search import PlainSearch, Plan
 
 from model.machine import Machine, load_machine
-from model.nccl.channels import ChannelLayer
+from model.nccl.channels import Candidate, ChannelLayer, Hopeless
 from model.nccl.communicator import communicator_for
-from model.nccl.paths import nvlink_gb_per_s, pcie_gb_per_s, socket_gb_per_s
-from model.nccl.search import search, search_all
+from model.nccl.hops import Hops
+from model.nccl.paths import PATH_TYPES, nvlink_gb_per_s, pcie_gb_per_s, socket_gb_per_s
+from model.nccl.search import GraphSearch, _search, search, search_all
 from model.nccl.settings import NcclSettings
 from model.nccl.topology import NcclTopology, P2pRule, topology_from_log, topology_of
-from model.nccl.tuning import NVLS, RING, Graph
+from model.nccl.tuning import BALANCED_TREE, NVLS, RING, Graph
 from model.nccl.versions import KNOWN_VERSIONS, release_for
 
 DATA = Path(__file__).parents[1] / "data" / "nccl_logs"
@@ -202,21 +204,63 @@ def test_channels_fit_the_links_and_visit_every_gpu_once(seed: int) -> None:
     assert all(load <= rates[link] + 1e-6 for link, load in used.items())
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_what_earlier_attempts_learnt_changes_neither_result_nor_steps(seed: int) -> None:
-    from model.nccl.channels import Candidate
+@pytest.mark.parametrize("seed", range(40))
+def test_foresight_and_memory_change_no_graph(seed: int) -> None:
+    chance = random.Random(1000 + seed)
+    topo = random_topology(chance)
+    release = release_for(chance.choice(KNOWN_VERSIONS))
+    ring, tree = search_all(topo, release)
+    plain_ring = PlainSearch(topo).run(release, RING, 1, 32)
+    plain_tree = PlainSearch(topo).run(release, BALANCED_TREE, *[len(plain_ring.orders)] * 2)
+    for found, plain in ((ring, plain_ring), (tree, plain_tree)):
+        assert (found.pattern, found.orders) == (plain.pattern, tuple(plain.orders))
+        assert (found.bw_intra, found.type_intra) == (plain.bandwidth, PATH_TYPES[plain.farthest])
 
-    topo = random_topology(random.Random(seed))
-    used = ChannelLayer(topo)
-    for _ in range(2):
-        for bandwidth in (12.0, 10.0, 6.0):
-            outcomes = []
-            for layer in (used, ChannelLayer(topo)):
-                trial = Candidate(RING, 1, 32, bw_intra=bandwidth, bw_inter=bandwidth, type_intra=9)
-                best = Candidate(RING, 1, 32)
-                outcomes.append((layer.lay(trial, best), best.orders, best.num_hops))
-                assert trial.num_hops == 0
-            assert outcomes[0] == outcomes[1]
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_attempt_seen_to_be_no_better_is_no_better_and_takes_its_steps(seed: int) -> None:
+    chance = random.Random(seed)
+    topo = random_topology(chance)
+    layer, plain = ChannelLayer(Hops(topo)), PlainSearch(topo)
+    best = Candidate(RING, 1, 32)
+    for bandwidth in (3.0, 6.0, 12.0, 10.0, 20.0, 24.0, 9.0, 5.0):
+        for same in (True, False):
+            trial = Candidate(RING, 1, 32, bandwidth, bandwidth, type_intra=9, same_channels=same)
+            before = (best.total, best.num_hops, list(best.orders))
+            slow = Plan(RING, 1, 32, best.bw_intra, 9, same, best.num_hops, list(best.orders))
+            foreseen = layer.foresee(trial, best)
+            steps = plain.attempt(Plan(RING, 1, 32, bandwidth, 9, same), slow)
+            if foreseen is None:
+                assert layer.walk(trial, best) == steps
+            else:
+                left = foreseen.steps_left if isinstance(foreseen, Hopeless) else foreseen
+                assert left == steps
+                assert (best.total, best.num_hops, best.orders) == before
+            assert (best.orders, best.num_hops) == (slow.orders, slow.hops)
+
+
+@pytest.mark.parametrize(("machine", "most"), [("8x-rtx-pro-6000-switches", 4), ("8x-l40s", 4)])
+def test_few_attempts_of_a_search_are_walked(machine: str, most: int) -> None:
+    # 8 GPUs on switches or two sockets: NCCL makes 73 to 167 attempts
+    topo = topology_of(load_machine(MACHINES / f"{machine}.yaml"), 8, DEFAULT)
+    layer = ChannelLayer(Hops(topo))
+    for pattern in (RING, BALANCED_TREE):
+        GraphSearch(layer, release_for("2.28.9").speeds(topo.min_cc), False).run(pattern, 1, 32)
+    assert 0 < layer.num_walked <= most
+
+
+def test_settings_and_releases_that_leave_the_paths_alike_share_one_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = load_machine(MACHINES / "8x-l40s.yaml")
+    wide = communicator_for(host, 8, NcclSettings(p2p_level="SYS"), "2.28.9")
+    _search.cache_clear()
+    first = communicator_for(host, 8, NcclSettings(p2p_level="5"), "2.28.3")
+    again = communicator_for(host, 8, NcclSettings(p2p_level="SYS"), "2.27.7")
+    # 5 counts as SYS; the ring and the tree are searched once
+    assert _search.cache_info().misses == 2
+    assert first.ring is again.ring
+    assert first.ring == wide.ring
 
 
 def test_fewer_ranks_leave_unused_switches_and_sockets_out() -> None:

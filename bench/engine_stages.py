@@ -19,7 +19,8 @@ from bench.engine_peers import (
 )
 from bench.engine_profile import stage_profile
 from bench.engine_rows import GRAPHS, K3, OFF, Emit, config, floor_ms, measure, plain_rows, requests
-from bench.engine_tiny import TINY_KINDS, stage_diagnose, stage_fp32, stage_tiny, tiny_rows
+from bench.engine_tiny import TINY_KINDS, stage_diagnose, stage_fp32, stage_tiny
+from bench.engine_tp import stage_tp2, stage_tp2_one_gpu, stage_tp2spec
 from engine.api import Engine
 from engine.errors import EngineError
 
@@ -137,29 +138,6 @@ def stage_q48eager(emit: Emit) -> None:
         emit(row="eagle3 k=3", name="48 layers, verify eager", layers=48, **row)
 
 
-def stage_tp2(emit: Emit) -> None:
-    """Two GPUs: over NVLink, and through host memory."""
-    for name, environment in (
-        ("8 layers, 2 GPUs, P2P off", {"NCCL_P2P_DISABLE": "1"}),
-        ("8 layers, 2 GPUs, NVLink", {}),
-    ):
-        try:
-            plain_rows(emit, 8, (1, 4, 16), 3, name, tp=2, environment=environment)
-        except Exception as error:  # noqa: BLE001 - the other link is still worth measuring
-            tail = getattr(error, "log_tail", "")
-            emit(row="failure", name=name, error=f"{error}"[:500], log=tail[-3000:])
-
-
-def stage_tp2spec(emit: Emit) -> None:
-    """Two GPUs through host memory: the tiny model's outputs and an EAGLE-3 cycle of a slice."""
-    environment = {"NCCL_P2P_DISABLE": "1"}
-    draft = {"weights": "random"}
-    with Engine(config(8, 4, tp=2, environment=environment, draft=draft)) as engine:
-        row = measure(engine, 1, K3, 3)
-        emit(row="eagle3 k=3", name="8 layers, 2 GPUs, P2P off", layers=8, **row)
-    tiny_rows(emit, "tiny, 2 GPUs, P2P off", {"tp": 2, "environment": environment})
-
-
 STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     # name -> (stage, timeout in seconds)
     "warm": (stage_warm, 100),
@@ -182,6 +160,7 @@ STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     "q48pdl": (stage_q48pdl, 80),
     "tp2": (stage_tp2, 120),
     "tp2spec": (stage_tp2spec, 120),
+    "tp2_one_gpu": (stage_tp2_one_gpu, 90),
 }
 
 

@@ -101,6 +101,40 @@ class DistGroup:
         dist.broadcast(x, src=0, group=self._host)
 
 
+class HostGroup(DistGroup):
+    """GPU ranks whose tensors travel through gloo on the host: slow, syncs, cannot be captured.
+
+    For ranks that share a GPU, which NCCL refuses.
+    """
+
+    def __init__(self, store: Any, rank: int, tp: int, timeout_s: float):
+        super().__init__(store, rank, tp, "gloo", timeout_s)
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Sum over ranks in place, in fp32: not every gloo adds 16-bit types."""
+        host = x.to("cpu", torch.float32)
+        super().all_reduce(host)
+        x.copy_(host)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Rank 0: stacked parts."""
+        parts = super().gather(x.cpu())
+        return None if parts is None else parts.to(x.device)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Stacked parts on every rank: a sum in which each rank fills its own place."""
+        host = torch.zeros(self.tp, *x.shape, dtype=x.dtype)
+        host[self.rank] = x.cpu()
+        super().all_reduce(host)
+        return host.to(x.device)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Copy rank 0's device tensor to all."""
+        host = x.cpu()
+        super().broadcast(host)
+        x.copy_(host)
+
+
 class OneShotGroup:
     """CPU ranks over shared memory."""
 
@@ -135,6 +169,7 @@ def create_group(
     store_port: int,
     memory_fd: int,
     timeout_s: float,
+    on_gpu: bool,
 ) -> Group:
     """Join the group of ``tp`` ranks; rank 0 passes its ``store``, the others meet at its port."""
     if tp == 1:
@@ -146,6 +181,8 @@ def create_group(
         if store is None:
             timeout = timedelta(seconds=timeout_s)
             store = TCPStore("127.0.0.1", store_port, tp, is_master=False, timeout=timeout)
+        if on_gpu and backend == "gloo":
+            return HostGroup(store, rank, tp, timeout_s)
         return DistGroup(store, rank, tp, backend, timeout_s)
     raise invalid(
         f"collectives.backend {backend!r} is not implemented; known: gloo, one_shot, nccl"

@@ -6,7 +6,7 @@ Strict: an unknown key, a wrong type or an impossible combination is one line na
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -210,6 +210,8 @@ class LaunchConfig(Schema):
     draft: DraftSpec | None = None
     tp: int = Field(default=1, ge=1)
     device: Literal["cpu", "cuda"] = "cpu"
+    #: index of each rank's GPU; None: rank r has GPU r
+    devices: list[Annotated[int, Field(ge=0)]] | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     #: which kernels compute; "auto" is reference on a CPU, triton on a GPU
     ops: Literal["auto", "reference", "triton"] = "auto"
@@ -229,7 +231,7 @@ class LaunchConfig(Schema):
     @model_validator(mode="after")
     def _fits_device(self) -> Self:
         backend = self.collectives_backend
-        allowed = ("gloo", "one_shot") if self.device == "cpu" else ("nccl",)
+        allowed = ("gloo", "one_shot") if self.device == "cpu" else ("nccl", "gloo")
         if backend not in allowed:
             raise ValueError(
                 f"collectives.backend {backend!r} does not run on device {self.device!r}; "
@@ -237,9 +239,37 @@ class LaunchConfig(Schema):
             )
         if self.device == "cpu" and any(self.cuda_graph.model_dump().values()):
             raise ValueError("cuda_graph: there are no CUDA graphs on device 'cpu'; set all false")
+        if (
+            self.device == "cuda"
+            and backend == "gloo"
+            and any(self.cuda_graph.model_dump().values())
+        ):
+            raise ValueError(
+                "collectives.backend 'gloo' on device 'cuda' goes through the host, which no CUDA "
+                "graph can: set all of cuda_graph false, or use nccl"
+            )
+        self._check_devices(backend)
         if self.draft is None and any(e.speculation.method != "off" for e in self.schedule):
             raise ValueError("schedule speculates, but no draft is given")
         return self
+
+    def _check_devices(self, backend: str) -> None:
+        devices = self.devices
+        if devices is None:
+            return
+        if self.device == "cpu":
+            raise ValueError(f"devices {devices}: there are none on device 'cpu'; leave it out")
+        if len(devices) != self.tp:
+            raise ValueError(f"devices {devices}: {len(devices)} GPUs for tp {self.tp}; one a rank")
+        if backend == "nccl" and len(set(devices)) < len(devices):
+            raise ValueError(
+                f"devices {devices}: NCCL takes one rank a GPU; to share one, use "
+                "collectives.backend gloo (slow: for tests)"
+            )
+
+    def device_of(self, rank: int) -> int:
+        """Index of the rank's GPU."""
+        return rank if self.devices is None else self.devices[rank]
 
     @property
     def collectives_backend(self) -> str:

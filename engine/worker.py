@@ -97,6 +97,7 @@ class Worker:
             memory_fd=memory_fd,
             # the parent's watchdog speaks first: it sees which rank is stuck
             timeout_s=2 * config.timeout_s + 10,
+            on_gpu=config.device == "cuda",
         )
 
     def beat(self) -> None:
@@ -180,24 +181,26 @@ def _device(config: LaunchConfig, rank: int) -> "tuple[torch.device, Meter | Non
 
     node, meter = None, None
     if config.device == "cuda":
-        found = torch.cuda.device_count()
-        if found < config.tp:
+        found, index = torch.cuda.device_count(), config.device_of(rank)
+        if found <= index:
+            wanted = f"tp {config.tp}" if config.devices is None else f"devices {config.devices}"
             raise invalid(
-                f"device 'cuda' with tp {config.tp}: this host shows {found} GPUs; "
+                f"device 'cuda' with {wanted}: this host shows {found} GPUs; "
                 "use device: cpu or a smaller tp"
             )
-        properties: Any = torch.cuda.get_device_properties(rank)
+        properties: Any = torch.cuda.get_device_properties(index)
         address = (
             f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
             f"{properties.pci_device_id:02x}.0"
         )
         # before the context exists, which is part of what this rank takes
         meter = Meter(address)
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(index)
         node = gpu_numa_node(address)
     if config.host.numa_bind:
         bind(rank, config.tp, node)
-    device = torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
+    on_gpu = config.device == "cuda"
+    device = torch.device("cuda", config.device_of(rank)) if on_gpu else torch.device("cpu")
     return device, meter
 
 

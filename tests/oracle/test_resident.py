@@ -1,5 +1,6 @@
 """Cycles with their state on the device: over ranks, padded batches, and synthetic acceptance."""
 
+import json
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from engine.build import build, resident, resolve
-from engine.collectives import OneShotGroup
+from engine.collectives import LocalGroup, OneShotGroup
 from engine.config import DraftSpec, LaunchConfig, SpeculationConfig, TargetSpec
 from engine.graphs import Segment
 from engine.resident import BUCKETS, bucket
@@ -297,3 +298,57 @@ def test_ops_get_tensors_that_kernels_can_walk(
         engine.runner.run(_requests(12, 3), speculation, concurrency=concurrency)
     assert {"kv_compact", "tree_mask", "verify_greedy"} <= seen
     assert ("qkv_attention" if on_device else "qk_norm_rope") in seen
+
+
+def test_random_weights_route_the_tokens_of_a_sequence_apart(tmp_path: Path) -> None:
+    """Else a verify would touch as few experts as one token, and its time would flatter."""
+    tokens, experts, chosen = 4, 64, 4
+    shape = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 3000,
+        "hidden_size": 256,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "moe_intermediate_size": 16,
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = LaunchConfig(
+        target=TargetSpec(shape=str(tmp_path), weights="random"),
+        draft=DraftSpec(weights="random", vocab=2000),
+        max_context=256,
+    )
+    executor, head = build(config, resolve(config), LocalGroup(), torch.device("cpu"))
+    executor.resident = resident(executor, head, config)
+    model, logs = executor.model, []
+    forward = model.forward_few
+
+    def logged(batch: Any, timer: Any, phase: str) -> Any:
+        model.expert_log = []
+        out = forward(batch, timer, phase)
+        if phase == "verify":
+            logs.append([layer.unique().numel() for layer in model.expert_log])
+        model.expert_log = None
+        return out
+
+    model.forward_few = logged  # type: ignore[method-assign]
+    draws = torch.Generator().manual_seed(4)
+    prompt = tuple(torch.randint(1, 3000, (150,), generator=draws).tolist())
+    spec = CHAIN.model_copy(update={"synthetic_acceptance": (1.0, 1.0, 0.0)})
+    run = Runner(executor, head, slots=1, eos_ids=()).run(
+        [Request(prompt_ids=prompt, max_new_tokens=40, ignore_eos=True)], spec, concurrency=1
+    )
+    expected = experts * (1 - (1 - chosen / experts) ** tokens)
+    # the first cycle's drafts come from before the run's state was warm
+    found = torch.tensor(logs[1:], dtype=torch.float32)
+    assert float(found.mean()) == pytest.approx(expected, rel=0.1)
+    assert float(found[:, -1].mean()) == pytest.approx(expected, rel=0.15)
+    assert len(set(run.requests[0].token_ids)) > 30

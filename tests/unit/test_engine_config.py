@@ -41,8 +41,35 @@ def _config(**changes: Any) -> dict[str, Any]:
         ),
         pytest.param(
             {"collectives": {"backend": "one_shot"}, "device": "cuda"},
-            "'one_shot' does not run on device 'cuda'; there: nccl",
+            "'one_shot' does not run on device 'cuda'; there: nccl, gloo",
             id="one-shot-on-gpu",
+        ),
+        pytest.param(
+            {
+                "collectives": {"backend": "gloo"},
+                "device": "cuda",
+                "cuda_graph": {"prefill": True},
+            },
+            "goes through the host, which no CUDA graph can: set all of cuda_graph false",
+            id="gloo-under-graphs",
+        ),
+        pytest.param(
+            {"devices": [0]}, r"devices \[0\]: there are none on device", id="cpu-devices"
+        ),
+        pytest.param(
+            {"devices": [0], "tp": 2, "device": "cuda"},
+            r"devices \[0\]: 1 GPUs for tp 2; one a rank",
+            id="too-few-devices",
+        ),
+        pytest.param(
+            {"devices": [1, 1], "tp": 2, "device": "cuda"},
+            r"devices \[1, 1\]: NCCL takes one rank a GPU",
+            id="nccl-on-one-gpu",
+        ),
+        pytest.param(
+            {"devices": [-1], "device": "cuda"},
+            r"devices.0: .*greater than or equal to 0",
+            id="negative-device",
         ),
         pytest.param({"cuda_graph": {"verify": True}}, "no CUDA graphs on device", id="graphs"),
         pytest.param(
@@ -67,6 +94,14 @@ def test_mistakes_are_one_line_that_names_the_key(changes: dict[str, Any], messa
         parse_config(_config(**changes))
     assert caught.value.kind == "invalid"
     assert "\n" not in caught.value.message
+
+
+def test_ranks_may_share_a_gpu_through_the_host() -> None:
+    config = parse_config(
+        _config(tp=2, device="cuda", devices=[3, 3], collectives={"backend": "gloo"})
+    )
+    assert [config.device_of(rank) for rank in range(2)] == [3, 3]
+    assert parse_config(_config(tp=2, device="cuda")).device_of(1) == 1
 
 
 def test_a_whole_best_config_is_read_by_its_engine_block_only() -> None:

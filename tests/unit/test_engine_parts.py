@@ -3,12 +3,15 @@
 import multiprocessing
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from engine.collectives import HostGroup, serve_store
 from engine.config import SpeculationConfig
 from engine.placement import cpus_of_rank, parse_cpu_list
 from engine.shared_memory import PART_BYTES, SharedMemoryGroup, region_bytes
@@ -70,6 +73,44 @@ def test_one_shot_sums_are_right_and_the_same_bits_on_all_ranks(tp: int) -> None
     assert all(out["orders"] == list(range(200)) for out in outputs)
     assert [out["gathered"] is None for out in outputs] == [r > 0 for r in range(tp)]
     assert outputs[0]["gathered"] == [[[float(r)] * 2] * 3 for r in range(tp)]
+
+
+def _host_main(rank: int, port: int, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=60)
+    store = TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timeout)
+    group = HostGroup(store, rank, 2, 60)
+    x = _part(rank, 37, torch.bfloat16)
+    group.all_reduce(x)
+    tree = torch.arange(6).view(2, 3) * (1 - rank)
+    group.broadcast(tree)
+    gathered = group.gather(torch.full((2,), rank))
+    all_of = group.all_gather(torch.tensor([[0.5, -1.5]]) * (rank + 1))
+    pipe.send((x.float().numpy(), tree.tolist(), gathered is None, all_of.tolist()))
+
+
+def test_tensors_that_travel_through_the_host_arrive() -> None:
+    store, port = serve_store(2, 60)
+    # fork would copy the store's threads in an unknown state
+    context = multiprocessing.get_context("spawn")
+    pipes, children = [], []
+    for rank in range(2):
+        ours, theirs = context.Pipe()
+        child = context.Process(target=_host_main, args=(rank, port, theirs))
+        child.start()
+        theirs.close()
+        pipes.append(ours)
+        children.append(child)
+    first, second = (pipe.recv() for pipe in pipes)
+    for child in children:
+        child.join(20)
+    del store
+    exact = sum(_part(r, 37, torch.bfloat16).double() for r in range(2)).to(torch.bfloat16)
+    assert np.array_equal(first[0], second[0])
+    assert np.array_equal(first[0], exact.float().numpy())
+    assert first[1] == second[1] == [[0, 1, 2], [3, 4, 5]]
+    assert (first[2], second[2]) == (False, True)
+    assert first[3] == second[3] == [[[0.5, -1.5]], [[1.0, -3.0]]]
 
 
 def test_a_rank_that_never_comes_is_a_timeout() -> None:

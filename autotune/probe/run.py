@@ -8,6 +8,9 @@ from autotune.probe.build import build_machine
 from autotune.probe.timings import Device, Timings, take
 from model.machine import Machine
 
+#: where a driver shows its GPUs
+_GPU_FILES = (("/proc/driver/nvidia/gpus", "*"), ("/dev", "nvidia[0-9]*"))
+
 
 def choose_device(
     wanted: str, *, key: str = "--device cuda", cpu: str = "--device cpu"
@@ -37,8 +40,8 @@ def choose_device(
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether the NVIDIA driver has a GPU."""
-    return any(Path("/proc/driver/nvidia/gpus").glob("*"))
+    """Whether the NVIDIA driver has a GPU; containers may show its device files only."""
+    return any(path for folder, name in _GPU_FILES for path in Path(folder).glob(name))
 
 
 def probe_machine(

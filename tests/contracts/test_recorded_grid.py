@@ -1,0 +1,120 @@
+"""``bench/record_grid.py``: a space recorded on the engine, and the search replayed on the file."""
+
+import gzip
+import io
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+from contract_harness import ROOT
+from rich.console import Console
+
+from autotune.backends.recording import read_recording
+from autotune.errors import UserError
+from autotune.outcome import Outcome
+from autotune.plan import create_study, make_plan, stored_plan
+from autotune.progress import Progress
+from autotune.stopping import StopFlag
+from autotune.store.store import Store
+from autotune.study import StudyRun
+from autotune.study_file import load_study
+
+sys.path.insert(0, str(ROOT))
+from bench.record_grid import Recorder, passes
+
+SPACE = {
+    "speculation.method": ["off", "eagle3"],
+    "speculation.steps": [1, 2],
+    "speculation.topk": [1],
+    "parallel.tp": 1,
+    "collectives.backend": "gloo",
+    "host.numa_bind": [False, True],
+}
+
+
+def test_a_pass_takes_every_cell_once_and_every_second_one_backwards() -> None:
+    cells = [(f"knobs{number}", level) for number in range(5) for level in (1, 16)]
+    (_, first), (_, second), (_, third) = passes(cells, 3)  # type: ignore[arg-type]
+    assert sorted(first) == sorted(third) == sorted(cells)  # type: ignore[type-var]
+    assert second == first[::-1]
+    assert first != third
+
+
+def study_file(folder: Path, checkpoint: Path, **changes: object) -> Path:
+    values = {
+        "name": "grid",
+        "machine": str(ROOT / "studies" / "machines" / "cpu-2core.yaml"),
+        "target": {"path": str(checkpoint)},
+        "draft": {"shape": "eagle3", "weights": "random"},
+        "workload": {
+            "prompts": "builtin:code",
+            "input_len": 24,
+            "output_len": 12,
+            "concurrency": [1, 2],
+        },
+        "backend": {"kind": "engine", "args": {"device": "cpu", "timeout_s": 200}},
+        "space": SPACE,
+        "budget": {"measured_trials": 4},
+        "measure": {"warmup": 1, "min_repeats": 2, "max_repeats": 2},
+    }
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump(values | changes))
+    return path
+
+
+def replayed(study: Path, folder: Path) -> Outcome:
+    loaded = load_study(study)
+    store = Store.create(f"sqlite:///{folder}/a.db")
+    view = create_study(loaded, make_plan(loaded), store)
+    plan = stored_plan(store.study(view.name))
+    progress = Progress(
+        Console(file=io.StringIO(), width=200), plan.study.budget.measured_trials, (1,)
+    )
+    return StudyRun(plan, view, store, progress, StopFlag()).run()
+
+
+def test_a_recorded_space_is_searched_again_without_the_machine(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "grid.jsonl"
+    study = load_study(study_file(tmp_path, checkpoint)).study
+    recorder = Recorder(study, tmp_path / "logs", path, time.monotonic() + 250)
+    assert len(recorder.backends) == 2
+    try:
+        recorder.open()
+        recorder.provenance()
+        for _, order in passes(recorder.cells(), 2):
+            for knobs, level in order:
+                recorder.take(knobs, level)
+    finally:
+        recorder.close()
+    recording = read_recording(path)
+    assert recording.provenance is not None
+    cells = Counter((r.knobs.id, r.workload.concurrency) for r in recording.repeats)
+    # off and two chains, each with and without a NUMA binding, at two levels
+    assert len(cells) == 12
+    assert set(cells.values()) == {2}
+    assert [r.measurement.order for r in recording.repeats] == list(range(24))
+    assert all(r.measurement.failure is None for r in recording.repeats)
+    assert {r.measurement.output_check for r in recording.repeats} == {"exact"}
+    packed = tmp_path / "grid.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert read_recording(packed) == recording
+    backend = {"kind": "replay", "args": {"path": packed.name}}
+    outcome = replayed(study_file(tmp_path, checkpoint, backend=backend), tmp_path)
+    assert outcome.num_search_trials == 4
+    assert outcome.num_failed == 0
+
+
+def test_a_packed_file_that_is_cut_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "grid.jsonl.gz"
+    path.write_bytes(gzip.compress(b"{}\n" * 400)[:-12])
+    with pytest.raises(UserError, match=r"grid\.jsonl\.gz: .*; backend\.args\.path needs"):
+        read_recording(path)
+    path.write_text('{"kind": "measurement"}\n')
+    with pytest.raises(UserError, match=r"grid\.jsonl\.gz: .*Not a gzip"):
+        read_recording(path)

@@ -63,6 +63,7 @@ def calibrate(
     modes = np.zeros(data.values.size, dtype=bool)
     told = _told(calibration, data)
     prior = calibration.covariance[np.ix_(told, told)]
+    least, most = calibration.limits
     for _ in range(_MODE_ROUNDS):
 
         def predict(part_DK: Array, slow: NDArray[np.bool_] = modes) -> Array:
@@ -70,7 +71,15 @@ def calibrate(
             whole[:, told] = part_DK
             return data.predict(whole, slow)
 
-        part = following_map(predict, data.values, data.rel_sds, calibration.x[told], prior)
+        part = following_map(
+            predict,
+            data.values,
+            data.rel_sds,
+            calibration.x[told],
+            prior,
+            least_K=least[told],
+            most_K=most[told],
+        )
         x[told] = part.x
         previous, modes = modes, data.nearest_modes(x)
         if np.array_equal(previous, modes):

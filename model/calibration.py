@@ -67,6 +67,16 @@ class Calibration:
         return np.array([to_scale(c.value, c.scale) for c in self.constants])
 
     @cached_property
+    def limits(self) -> tuple[Array, Array]:
+        """Physical limits of the values on their scales, [K] each; infinite where there is none."""
+
+        def ends(name: str, none: float) -> Array:
+            values = [(getattr(c, name), c.scale) for c in self.constants]
+            return np.array([to_scale(v, s) if np.isfinite(v) else none for v, s in values])
+
+        return ends("least", -np.inf), ends("most", np.inf)
+
+    @cached_property
     def id(self) -> str:
         """12 hex digits of values, covariance and version."""
         values = [(c.name, f"{c.value:.9g}") for c in self.constants]
@@ -117,6 +127,8 @@ class Calibration:
                     "prior_sd": c.prior_sd,
                     "scale": c.scale,
                     "source": c.source,
+                    "least": None if np.isinf(c.least) else c.least,
+                    "most": None if np.isinf(c.most) else c.most,
                 }
                 for c in self.constants
             ],
@@ -134,7 +146,10 @@ class Calibration:
             )
         try:
             return cls(
-                constants=tuple(Constant(**row) for row in values["constants"]),
+                constants=tuple(
+                    Constant(**{name: v for name, v in row.items() if v is not None})
+                    for row in values["constants"]
+                ),
                 covariance=np.array(values["covariance"], dtype=float),
                 parent=values["parent"],
                 used=tuple(values["used"]),

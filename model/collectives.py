@@ -108,6 +108,7 @@ def allreduce_constants(machine: Machine) -> tuple[Constant, ...]:
             prior_sd=spec.prior_log_sd,
             scale="log",
             source=spec.source,
+            most=spec.most,
         )
         for spec in kept
     )

@@ -29,8 +29,16 @@ class Constant:
     prior_sd: float
     scale: Scale
     source: str
+    #: physical limits, in ``unit``: no fit and no draw goes beyond
+    least: float = -np.inf
+    most: float = np.inf
 
     def __post_init__(self) -> None:
+        if not self.least <= self.prior <= self.most:
+            raise ValueError(
+                f"constant {self.name}: prior {self.prior} {self.unit} is not between "
+                f"{self.least} and {self.most}"
+            )
         if self.prior_sd <= 0:
             raise ValueError(f"constant {self.name}: prior_sd {self.prior_sd} must be positive")
         for label, value in (("value", self.value), ("prior", self.prior)):
@@ -63,11 +71,33 @@ def from_scale(x: Array | float, scale: Scale) -> Array:
 def _row(
     name: str, value: float, unit: str, sd: float, source: str, scale: Scale = "log"
 ) -> Constant:
+    least, most = _LIMITS.get(name, (-np.inf, np.inf))
+    # what a probe measured on this machine counts, whatever is usual
     return Constant(
-        name=name, value=value, unit=unit, prior=value, prior_sd=sd, scale=scale, source=source
-    )
+        name=name, value=value, unit=unit, prior=value, prior_sd=sd, scale=scale, source=source,
+        least=min(least, value), most=max(most, value),
+    )  # fmt: skip
 
 
+#: name -> (least, most) in the constant's unit. Shares of a peak end at 1, a slow mode is not
+#: faster. A launch takes a time that any host has: what a fit would make of it beyond is something
+#: that the model lacks, and the residual says so
+_LIMITS: Mapping[str, tuple[float, float]] = {
+    "dram_fraction": (0.02, 1.0),
+    "flops_fraction": (0.005, 1.0),
+    "kv_fraction": (0.01, 1.0),
+    "moe_dram_fraction": (0.02, 1.0),
+    "kernel_gap_us": (0.05, 50.0),
+    "launch_us": (0.5, 400.0),
+    "collective_launch_us": (1.0, 2000.0),
+    "graph_launch_us": (2.0, 250.0),
+    "gemm_row_share": (1e-4, 0.5),
+    "attention_us": (0.5, 2000.0),
+    "host_slow_ratio": (1.0, 4.0),
+    "numa_bind_factor": (0.5, 1.2),
+    "routing_exponent": (0.2, 1.0),
+    "discrepancy": (0.005, 0.5),
+}
 _JUDGED = "judged; wide"
 _GATHER = "an all-gather is half an all-reduce; engines that gather only the best move less"
 _REPLICA = "servers split the draft over ranks; engines that keep it whole on each have none"
@@ -192,6 +222,8 @@ def default_constants(machine: Machine) -> tuple[Constant, ...]:
 def as_mapping(constants: tuple[Constant, ...], x_DK: Array) -> Mapping[str, Array]:
     """Constant vectors on their scales, [D, K], as name -> values [D, 1] in their units."""
     return {
-        constant.name: from_scale(x_DK[:, k, None], constant.scale)
+        constant.name: np.clip(
+            from_scale(x_DK[:, k, None], constant.scale), constant.least, constant.most
+        )
         for k, constant in enumerate(constants)
     }

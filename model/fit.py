@@ -37,12 +37,16 @@ class ConstantSpec:
     prior: float
     prior_log_sd: float
     source: str
+    #: physical limit: a share of a whole is at most 1
+    most: float = np.inf
 
     def __post_init__(self) -> None:
         if not (np.isfinite(self.prior) and self.prior > 0):
             raise ValueError(f"constant {self.name}: prior {self.prior} {self.unit} must be > 0")
         if not (np.isfinite(self.prior_log_sd) and self.prior_log_sd > 0):
             raise ValueError(f"constant {self.name}: prior_log_sd {self.prior_log_sd} must be > 0")
+        if self.prior > self.most:
+            raise ValueError(f"constant {self.name}: prior {self.prior} is above {self.most}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,8 @@ def fit(
         raise ValueError("observed times must be finite and positive, and sigma > 0 (log units)")
     centre = np.log([spec.prior for spec in specs])
     prior_sd = np.array([spec.prior_log_sd for spec in specs])
+    # one step of the derivative below the limit, where the model still feels the constant
+    limit = np.log([spec.most for spec in specs]) - 2 * _STEP
     precision = np.diag(prior_sd**-2)
     if prior_covariance is not None:
         precision = np.linalg.inv(prior_covariance)
@@ -147,7 +153,8 @@ def fit(
         step = _solve(hessian + damping * np.diag(np.diag(hessian)), gradient)
         # a constant moves by at most a factor of e at a time: far away, the model is not linear
         step *= min(1.0, 1.0 / max(float(np.abs(step).max()), 1e-12))
-        trial = x + step
+        trial = np.minimum(x + step, limit)
+        step = trial - x
         trial_pred = predict(np.exp(trial)[None])[0] if batched else predict(np.exp(trial))
         trial_residuals = log_observed - trial_pred
         trial_cost = cost(trial_residuals, trial - centre)

@@ -95,10 +95,15 @@ def following_map(
     x0_K: Array,
     covariance_KK: Array,
     *,
+    least_K: Array | float = -np.inf,
+    most_K: Array | float = np.inf,
     prior_degrees: float = 4.0,
     iterations: int = 24,
 ) -> Fit:
     """Like ``robust_map``, for priors that may be far off: measurements are followed.
+
+    No constant leaves ``least_K`` to ``most_K``: what the data would make of it beyond stays a
+    residual.
 
     An outlier is one relative to the other measurements, not to the prior. Residuals first pull
     with Huber's loss: one that is 70 sd from the prior pulls as hard as one at 2 sd, and not less.
@@ -119,6 +124,8 @@ def following_map(
         hessian, gradient = problem.normal(residual, x, jacobian, scale, heavy)
         step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), gradient)
         step *= min(1.0, _LONGEST_STEP / max(np.abs(step).max(), 1e-12))
+        # one derivative's step inside the limits, where the model still feels the constant
+        step = np.clip(x + step, least_K + 2 * delta, most_K - 2 * delta) - x
         trial_DN = np.log(predict(x + step + probes))
         before = problem.cost(residual, x, scale, heavy)
         trial = problem.log_observed - trial_DN[0]

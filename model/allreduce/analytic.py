@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from model.allreduce.constants import PREFIX
+from model.allreduce.constants import MOST, PREFIX
 from model.allreduce.design import Design
 from model.allreduce.hops import TRANSPORTS
 
@@ -46,7 +46,9 @@ def time_us(design: Design, constants: Constants) -> Array:
     """
 
     def c(name: str) -> Array:
-        return np.asarray(constants[PREFIX + name], dtype=np.float64)
+        value = np.asarray(constants[PREFIX + name], dtype=np.float64)
+        most = MOST.get(PREFIX + name)
+        return value if most is None else np.minimum(value, most)
 
     parts = [
         (design.nccl > 0, _nccl_us),

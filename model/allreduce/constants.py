@@ -5,6 +5,8 @@ off. None is fitted to the data that the bars are measured on, but where an exac
 nowhere it is judged, and wide.
 """
 
+from math import inf
+
 from model.fit import ConstantSpec
 
 _NCCL = "NVIDIA/nccl 2.27-2.30 tuning table"
@@ -13,8 +15,10 @@ _JUDGED = "judged, wide"
 PREFIX = "allreduce."
 
 
-def _spec(name: str, unit: str, prior: float, log_sd: float, source: str) -> ConstantSpec:
-    return ConstantSpec(PREFIX + name, unit, prior, log_sd, source)
+def _spec(
+    name: str, unit: str, prior: float, log_sd: float, source: str, most: float = inf
+) -> ConstantSpec:
+    return ConstantSpec(PREFIX + name, unit, prior, log_sd, source, most)
 
 
 NCCL_SPECS = (
@@ -39,14 +43,15 @@ NCCL_SPECS = (
           "the fence before the tail and the read of the data after it, each a round trip; in peer "
           "memory both are local"),
     _spec("burst", "x the hop, for a full first pass", 0.3, 0.6, _JUDGED),
-    _spec("occupancy", "of the hand-over, in which a rank can do nothing else", 0.4, 0.12, _JUDGED),
+    _spec("occupancy", "of the hand-over, in which a rank can do nothing else", 0.4, 0.12, _JUDGED,
+          most=1.0),
     _spec("corner", "exponent: 1 channel and link times add, large the longer counts", 2.0, 0.3,
           _JUDGED),
     _spec("cut_through", "of a stream that arrives before it is passed on", 0.6, 0.5,
-          "LL passes on line by line, Simple half a chunk at a time; judged"),
+          "LL passes on line by line, Simple half a chunk at a time; judged", most=1.0),
     *(
         _spec(f"{proto}_scaling", "exponent of channels: 1 each adds its full rate", prior, log_sd,
-              "channels share SM issue and link queues; judged")
+              "channels share SM issue and link queues; judged", most=1.0)
         for proto, prior, log_sd in (("ll", 0.85, 0.3), ("ll128", 0.85, 0.3), ("simple", 0.8, 0.35))
     ),
     _spec("channel_nvlink_gb_per_s", "GB/s per LL channel, payload", 5.0, 0.4,
@@ -58,9 +63,11 @@ NCCL_SPECS = (
     _spec("ll128_rate", "x the LL channel", 1.84, 0.35, f"{_NCCL}: 0.92 against 0.5 of the bus"),
     _spec("simple_rate", "x the LL channel", 5.0, 0.5,
           "32 KiB per pass (512 threads x 64 B) against 4 KiB, longer passes; judged"),
-    _spec("link_nvlink", "of the link rate", 0.85, 0.15, _JUDGED),
-    _spec("link_p2p", "of the link rate", 0.80, 0.25, f"{_NOTES}: 43-46 of 55 GB/s bus plateau"),
-    _spec("link_shm", "of the link rate", 0.70, 0.3, f"{_NOTES}: SHM-style copies 43 of 56 GB/s"),
+    _spec("link_nvlink", "of the link rate", 0.85, 0.15, _JUDGED, most=1.0),
+    _spec("link_p2p", "of the link rate", 0.80, 0.25, f"{_NOTES}: 43-46 of 55 GB/s bus plateau",
+          most=1.0),
+    _spec("link_shm", "of the link rate", 0.70, 0.3, f"{_NOTES}: SHM-style copies 43 of 56 GB/s",
+          most=1.0),
     _spec("socket_gb_per_s", "GB/s of wire per flow through the other socket's memory", 25.0, 1.1,
           f"{_NCCL}: 10-40 GB/s by CPU; {_NOTES}: copies at 43 GB/s on EPYC Turin, 5 GB/s a GPU "
           "where the path between sockets saturates"),
@@ -71,7 +78,8 @@ NCCL_SPECS = (
 DIRECT_SPECS = (
     _spec("direct_fixed_us", "us per captured one-shot kernel", 3.0, 0.4,
           f"{_NOTES}: 7.5 us at 1 KiB on 8 GPUs; SGLang 4.5 us on 2"),
-    _spec("direct_read", "of the link rate", 0.55, 0.4, f"{_NOTES}: 29 of 55 GB/s into each GPU"),
+    _spec("direct_read", "of the link rate", 0.55, 0.4, f"{_NOTES}: 29 of 55 GB/s into each GPU",
+          most=1.0),
 )  # fmt: skip
 GLOO_SPECS = (
     _spec("gloo_fixed_us", "us per call", 40.0, 0.6, _JUDGED),
@@ -84,3 +92,5 @@ EAGER_SPECS = (
           "aiconfigurator-core 0.12.0 eager rows: 18-40 us; judged"),
 )  # fmt: skip
 ALL_SPECS = NCCL_SPECS + DIRECT_SPECS + GLOO_SPECS + EAGER_SPECS
+#: physical limits by name, of those that have one
+MOST = {spec.name: spec.most for spec in ALL_SPECS if spec.most < inf}

@@ -10,12 +10,13 @@ the result is the analytic form (``model.allreduce.analytic``); a test holds the
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import simpy
 
 from model.allreduce.analytic import BURST_BYTES, REFERENCE_CHANNELS, SPILL_POWER
-from model.allreduce.constants import PREFIX
+from model.allreduce.constants import MOST, PREFIX
 from model.allreduce.design import (
     NUM_SLOTS,
     PASS_BYTES_PER_THREAD,
@@ -150,7 +151,9 @@ class _Run:
         self.links = Links(rates)
         self.writes = PostedWrites(machine.p2p.posted_write_collapse_sources)
         self.collapsed_rate = machine.p2p.posted_write_collapse_gb_per_s
-        self.c: Callable[[str], float] = lambda name: constants[PREFIX + name]
+        self.c: Callable[[str], float] = lambda name: min(
+            constants[PREFIX + name], MOST.get(PREFIX + name, inf)
+        )
         plan, c = collective.plan, self.c
         self.factor = {"LL": 1.0, "LL128": c("ll128_hop"), "Simple": c("simple_hop")}[plan.proto]
         self.faster = {"LL": 1.0, "LL128": c("ll128_rate"), "Simple": c("simple_rate")}[plan.proto]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import simpy
 
-from model.allreduce.constants import PREFIX
+from model.allreduce.constants import MOST, PREFIX
 from model.allreduce.design import check_ranks, check_size
 from model.allreduce.hops import Hop, hop_between, link_rates
 from model.allreduce.simulate import Links, PostedWrites, Process
@@ -95,7 +95,8 @@ class _Direct:
             yield env.timeout(0)
             work = []
             for link in on:
-                rate = links.rate_gb_per_s[link] * self.constants[PREFIX + "direct_read"]
+                read = min(self.constants[PREFIX + "direct_read"], MOST[PREFIX + "direct_read"])
+                rate = links.rate_gb_per_s[link] * read
                 collapsed = self.machine.p2p.posted_write_collapse_gb_per_s
                 if collapsed is not None and writes.collapsed(link[0]):
                     rate = min(rate, collapsed)

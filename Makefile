@@ -24,9 +24,10 @@ demo: install
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
-# Needs a CUDA device; minutes.
+# Needs a CUDA device; minutes. Every test that a GPU is needed for, then doctor, probe and a whole study.
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m bench.gpu_check --out build/gpu-check --budget 600 --only study,doctor
 
 check: install
 	$(BIN)/ruff check .

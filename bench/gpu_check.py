@@ -199,6 +199,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     out: Path = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    for name in ("check.db", "check.log", "check.jsonl", "best.yaml"):
+        # an older run's study would be resumed
+        (out / name).unlink(missing_ok=True)
     only, skip = set(filter(None, args.only.split(","))), set(filter(None, args.skip.split(",")))
     chosen = steps(out)
     known = {step.name for step in chosen} | {step.lane for step in chosen}

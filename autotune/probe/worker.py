@@ -116,7 +116,7 @@ def _dram_rates() -> list[float]:
     """Reading more than any cache holds: weights are read, hardly written."""
     import torch
 
-    x = torch.ones(2**30 // 4, device="cuda")
+    x = torch.rand(2**30 // 4, device="cuda")
     return [x.numel() * 4 / s / 1e9 for s in _timed(lambda: x.amax())]
 
 
@@ -124,7 +124,8 @@ def _matmul_tflops() -> list[float]:
     import torch
 
     n = 8192
-    a = torch.ones(n, n, device="cuda", dtype=torch.bfloat16)
+    # equal numbers toggle few bits: a product of them draws less power and runs up to 13 % faster
+    a = torch.randn(n, n, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(a)
     return [2 * n**3 / s / 1e12 for s in _timed(lambda: torch.mm(a, a, out=out))]
 

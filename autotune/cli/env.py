@@ -78,6 +78,8 @@ def check(
     expected = _expected(expect or [])
     if command and logs:
         raise UserError("give log files or a command after --, not both")
+    if run is not None and not 0 < run < float("inf"):
+        raise UserError(f"--run {run:g}: seconds must be above 0")
     if run is not None and not command:
         raise UserError("--run needs a command: autotune env check --run 60 -- CMD ARGS...")
     if not command and not logs:
@@ -191,6 +193,10 @@ def _change_90(effect: "SizeEffect", calls: int) -> list[float] | None:
     return [round(low, 3), round(high, 3)]
 
 
+def _names(judgement: "Judgement") -> set[str]:
+    return {knob.name for knob in judgement.knobs}
+
+
 def _print(judgement: "Judgement", layers: int | None) -> None:
     from autotune.effect.ranges import sizes_in_words
 
@@ -210,6 +216,13 @@ def _print(judgement: "Judgement", layers: int | None) -> None:
             print(f"  evidence: {', '.join(knob.evidence[:2])}")
     if judgement.together:
         print(f"\nall of them together: {sizes_in_words(judgement.together)}")
+    for worker in judgement.workers:
+        if worker.environment is not None and worker.nccl_library is not None:
+            values = [f"{n}={v}" for n, v in worker.environment.items() if n in _names(judgement)]
+            print(
+                f"\npid {worker.pid} ({worker.name[:60]}): {' '.join(values) or 'none of them set'}"
+                f", NCCL {worker.nccl_version or '?'} ({worker.nccl_library})"
+            )
     for row in forward_changes(judgement, layers):
         bounds = row["change_ms_90"]
         spread = f" (90 %: {bounds[0]:+.2f} to {bounds[1]:+.2f})" if bounds and any(bounds) else ""

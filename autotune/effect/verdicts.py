@@ -81,6 +81,23 @@ class CommSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """One process of a watched run: its environment by C ``getenv`` (what may matter of it), and
+    the NCCL that it has loaded; None where it could not be read or none is loaded."""
+
+    pid: int
+    parent: int
+    name: str
+    environment: dict[str, str] | None
+    nccl_library: str | None
+    nccl_version: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
     """Everything about one set of logs."""
 
@@ -92,6 +109,8 @@ class Judgement:
     #: all asked variables together against none of them, by size
     together: tuple[SizeEffect, ...] = ()
     suggestions: tuple[Suggestion, ...] = ()
+    #: processes of a watched run, the command first
+    workers: tuple[WorkerView, ...] = ()
     #: warnings of NCCL and what a reader must know, one line each
     notes: tuple[str, ...] = field(default=())
 
@@ -110,5 +129,6 @@ class Judgement:
             "knobs": [knob.to_json() for knob in self.knobs],
             "together": [effect.to_json() for effect in self.together],
             "suggestions": [suggestion.to_json() for suggestion in self.suggestions],
+            "workers": [worker.to_json() for worker in self.workers],
             "notes": list(self.notes),
         }

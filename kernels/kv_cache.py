@@ -93,7 +93,24 @@ def kv_compact_kernel(
 
 
 def _inner_contiguous(*tensors: torch.Tensor) -> bool:
-    return all(t.stride(-1) == 1 and t.stride(-2) == t.shape[-1] for t in tensors)
+    return all(
+        t.stride(-1) == 1 and (t.shape[-2] == 1 or t.stride(-2) == t.shape[-1]) for t in tensors
+    )
+
+
+def _row_stride(x_BTGD: torch.Tensor) -> int:
+    """Elements from a token to the next, over all sequences. Raises where there is no such number.
+
+    The stride of a dimension of size 1 means nothing: a view may have any there.
+    """
+    num_sequences, num_tokens = x_BTGD.shape[:2]
+    if num_tokens == 1:
+        return x_BTGD.stride(0)
+    require(
+        num_sequences == 1 or x_BTGD.stride(0) == num_tokens * x_BTGD.stride(1),
+        "store_kv: sequences must follow each other at the tokens' stride",
+    )
+    return x_BTGD.stride(1)
 
 
 def store_kv(
@@ -111,17 +128,14 @@ def store_kv(
         _inner_contiguous(k_BTGD, v_BTGD, k_cache_SCGD, v_cache_SCGD),
         "store_kv: heads must be contiguous within a row",
     )
-    require(
-        all(t.stride(0) == num_tokens * t.stride(1) for t in (k_BTGD, v_BTGD)),
-        "store_kv: sequences must follow each other at the tokens' stride",
-    )
     block = min(1024, pow2(width))
     pdl = pdl_for(k_BTGD.device)
     launch(
         store_kv_kernel, (num_sequences * num_tokens, cdiv(width, block)),
         k_BTGD, v_BTGD, k_cache_SCGD, v_cache_SCGD, slot_B.contiguous(), start_B.contiguous(),
         num_tokens, width,
-        k_BTGD.stride(1), v_BTGD.stride(1), *k_cache_SCGD.stride()[:2], *v_cache_SCGD.stride()[:2],
+        _row_stride(k_BTGD), _row_stride(v_BTGD),
+        *k_cache_SCGD.stride()[:2], *v_cache_SCGD.stride()[:2],
         BLOCK=block, PDL=pdl, launch_pdl=pdl, num_warps=2,
     )  # fmt: skip
 

@@ -19,6 +19,31 @@ def test_store_kv_equals_reference(
     assert_same("store_kv", k, v, k_cache, v_cache, slot, start)
 
 
+@pytest.mark.parametrize(("sequences", "tokens"), [(3, 1), (1, 4), (2, 3), (1, 1)])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_store_kv_takes_values_that_lie_beside_queries_and_keys(
+    device: torch.device, sequences: int, tokens: int, kv_heads: int
+) -> None:
+    n, d = 4, 16
+    qkv = randn(device, torch.float32, sequences * tokens, n + 2 * kv_heads, d)
+    v = qkv[:, n + kv_heads :].reshape(sequences, tokens, kv_heads, d)
+    # a dimension of size 1 may carry any stride
+    strides = [s if size > 1 else 7 for s, size in zip(v.stride(), v.shape, strict=True)]
+    v = v.as_strided(v.shape, strides, v.storage_offset())
+    (k,) = randn(device, torch.float32, 1, sequences, tokens, kv_heads, d)
+    k_cache, v_cache = randn(device, torch.float32, 2, 5, 20, kv_heads, d)
+    slot = torch.arange(sequences, device=device) + 1
+    assert_same("store_kv", k, v, k_cache, v_cache, slot, slot * 2)
+
+
+def test_store_kv_refuses_sequences_with_a_gap(device: torch.device) -> None:
+    k, v = randn(device, torch.float32, 2, 2, 4, 1, 8)
+    k_cache, v_cache = randn(device, torch.float32, 2, 5, 20, 1, 8)
+    slot = torch.arange(2, device=device)
+    with pytest.raises(ValueError, match="sequences must follow each other"):
+        TRITON.store_kv(k[:, :3], v[:, :3], k_cache, v_cache, slot, slot)
+
+
 @pytest.mark.parametrize("width", [(1, 1), (2, 100), (5, 128)], ids=["1", "200", "640"])
 @pytest.mark.parametrize(
     ("start", "source", "count"),

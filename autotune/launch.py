@@ -57,6 +57,8 @@ def launch_mapping(
                 )
     knobs_list = [knobs for _, knobs in levels]
     plain = [knobs for knobs in knobs_list if knobs.method == "off"]
+    # a speculative level never decodes plainly: a plain one decides where there is one
+    decode = any(knobs.graph_decode for knobs in plain or knobs_list)
     return {
         "target": model_mapping(study.target),
         "draft": None if study.draft is None else draft_mapping(study.draft),
@@ -76,11 +78,12 @@ def launch_mapping(
             "p2p_level": _or_none(first.nccl_p2p_level),
         },
         "cuda_graph": {
-            # a speculative level never decodes plainly: a plain one decides where there is one
-            "decode": any(knobs.graph_decode for knobs in plain or knobs_list),
+            "decode": decode,
             "draft": any(knobs.graph_draft for knobs in knobs_list),
             "verify": any(knobs.graph_verify for knobs in knobs_list),
             "extend": any(knobs.graph_extend for knobs in knobs_list),
+            # no knob of its own: a host that captures decoding captures prompts too
+            "prefill": decode,
         },
         "host": {"numa_bind": first.numa_bind} | ({} if threads is None else {"threads": threads}),
         "schedule": [

@@ -118,6 +118,7 @@ def group_mapping(
         for name, value in settings.items()
         if name.startswith("cuda_graph.")
     }
+    mapping["cuda_graph"]["prefill"] = mapping["cuda_graph"]["decode"]
     mapping["ops"] = resolved.args.ops
     return mapping
 

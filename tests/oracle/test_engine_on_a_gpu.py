@@ -18,7 +18,7 @@ pytestmark = [
 OFF = SpeculationConfig()
 CHAIN = SpeculationConfig(method="eagle3", steps=3, topk=1)
 TREE = SpeculationConfig(method="eagle3", steps=3, topk=2, draft_tokens=6)
-ALL = {"decode": True, "draft": True, "verify": True, "extend": True}
+ALL = {"decode": True, "draft": True, "verify": True, "extend": True, "prefill": True}
 
 
 def _config(folder: Path, **changes: Any) -> LaunchConfig:

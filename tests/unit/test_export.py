@@ -210,6 +210,7 @@ def test_levels_are_served_with_the_graphs_they_were_measured_with() -> None:
         "draft": True,
         "verify": True,
         "extend": False,
+        "prefill": False,
     }
 
 

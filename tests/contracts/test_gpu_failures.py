@@ -14,6 +14,10 @@ from gpu_faults import only_free, settles_at, spin_on_signal, used_mib
 from autotune.backends.base import Backend, BackendFailure
 from autotune.backends.registry import create_backend
 from autotune.schemas import Study
+from engine.api import Engine
+from engine.config import LaunchConfig
+from engine.errors import EngineError
+from engine.results import Request
 from model.spec import Knobs
 
 pytestmark = pytest.mark.gpu
@@ -110,6 +114,30 @@ def test_a_collective_whose_peer_stopped_is_a_hang_and_everything_is_freed(
     assert settles_at(before_mib)
     assert backend.measure(each, load, 2).failure is None
     backend.close()
+
+
+def test_ranks_that_wait_for_a_stopped_peer_are_a_hang_also_when_they_share_a_gpu(
+    checkpoint: Path,
+) -> None:
+    torch.cuda.init()
+    before_mib = used_mib()
+    config = LaunchConfig.model_validate(
+        {"target": {"path": str(checkpoint)}, "device": "cuda", "tp": 2, "devices": [0, 0],
+         "collectives": {"backend": "gloo"}, "max_context": 64}
+    )  # fmt: skip
+    ask = Request(prompt_ids=(5, 6, 7), max_new_tokens=8, ignore_eos=True)
+    with Engine(config) as engine:
+        engine.generate([ask])
+        supervisor = engine._supervisor
+        supervisor.config = config.model_copy(update={"timeout_s": 3.0})
+        first, second = engine.pids
+        os.kill(second, signal.SIGSTOP)
+        with pytest.raises(EngineError) as hung:
+            engine.generate([ask])
+    assert hung.value.kind == "hang"
+    assert f"pid {second}, stopped" in hung.value.message
+    assert not {first, second} & set(psutil.pids())
+    assert settles_at(before_mib)
 
 
 @pytest.mark.parametrize(

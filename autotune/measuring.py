@@ -5,8 +5,8 @@ A ``Bench`` holds the backend's open group. Failures are values: they end the tr
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from autotune.backends.base import Backend, BackendFailure, Group
 from autotune.records import Failure, Measurement
@@ -23,6 +23,13 @@ _PASSING = ("crash", "hang", "unhealthy_host")
 _ARM_RETRIES = 3
 #: relative distance below the best at which a trial needs no more repeats
 _HOPELESS = 0.15
+#: pairs without which two arms have no interval
+_LEAST_PAIRS = 2
+
+
+def _never() -> bool:
+    """Time without a limit."""
+    return False
 
 
 class StopRequestedError(Exception):
@@ -48,14 +55,18 @@ class Bench:
     #: seconds that starts and repeats took in this session
     open_s: float = 0.0
     num_opens: int = 0
-    #: seconds on this machine's clock that repeats took in this session, and their number; what a
+    #: concurrency -> seconds on this machine's clock that each repeat of this session took; what a
     #: repeat says of itself may be simulated time
-    repeats_s: float = 0.0
-    num_repeats: int = 0
+    seconds: dict[int, list[float]] = field(default_factory=dict)
 
-    def mean_repeat_s(self) -> float | None:
-        """Seconds per repeat in this session; None before the first."""
-        return self.repeats_s / self.num_repeats if self.num_repeats else None
+    def repeat_s(self, level: int) -> float | None:
+        """Mean seconds of a repeat at a level in this session; None before the first."""
+        taken = self.seconds.get(level)
+        return sum(taken) / len(taken) if taken else None
+
+    def start_s(self) -> float | None:
+        """Mean seconds of a start in this session; None before the first."""
+        return self.open_s / self.num_opens if self.num_opens else None
 
     def ensure_open(self, knobs: Knobs) -> Failure | None:
         """Open the group of ``knobs`` unless it is open; what went wrong, or None."""
@@ -76,12 +87,17 @@ class Bench:
         return None
 
     def run_trial(
-        self, trial: TrialView, best: Mapping[int, float], done: tuple[RepeatView, ...] = ()
+        self,
+        trial: TrialView,
+        best: Mapping[int, float],
+        done: tuple[RepeatView, ...] = (),
+        out_of_time: Callable[[], bool] = _never,
     ) -> Failure | None:
         """Repeat at every level until the intervals are tight or the repeats are used up.
 
         ``best``: concurrency -> tok/s to beat; a trial far below it stops at ``min_repeats``.
-        ``done``: repeats that are stored already (of a worker that died). None means success.
+        ``done``: repeats that are stored already (of a worker that died). ``out_of_time`` ends the
+        trial once every level has a repeat. None means success.
         """
         failure = self.ensure_open(trial.knobs)
         if failure is not None:
@@ -91,6 +107,8 @@ class Bench:
         while True:
             level = series.next_level(self.measure.max_repeats)
             if level is None or self._settled(series, best):
+                break
+            if series.fewest(self.workloads) > 0 and out_of_time():
                 break
             failure = self._repeat(trial, level, series)
             if failure is not None and (failure.kind not in _PASSING or tries_left == 0):
@@ -106,19 +124,24 @@ class Bench:
         num_pairs: int,
         done: Mapping[int, tuple[RepeatView, ...]],
         levels: Sequence[int] | None = None,
+        out_of_time: Callable[[], bool] = _never,
     ) -> tuple[Failure | None, Failure | None]:
         """Measure two arms in turns (ABBA), ``num_pairs`` repeats each at ``levels`` (None: all).
 
         Arms that need different groups are visited A B A, half of A's repeats on either side, so
-        that a linear drift still cancels. Returns the failure of each arm.
+        that a linear drift still cancels. ``out_of_time`` ends it once there are pairs enough for
+        an interval. Returns the failure of each arm.
         """
         arms = (first, second)
         series = [_Series.of(self.workloads, done.get(arm.id, ())) for arm in arms]
         together = self.backend.group(first.knobs) == self.backend.group(second.knobs)
         order = _abba(num_pairs) if together else _aba(num_pairs)
         tries_left = _ARM_RETRIES
+        asked = levels or tuple(self.workloads)
         for index, round_number in order:
-            for level in levels or tuple(self.workloads):
+            if min(one.fewest(asked) for one in series) >= _LEAST_PAIRS and out_of_time():
+                break
+            for level in asked:
                 if series[index].valid(level) > round_number:
                     continue
                 while True:
@@ -150,8 +173,7 @@ class Bench:
         placed = taken.model_copy(update={"trial": trial.number, "repeat": number})
         stored = self.store.add_measurement(self.study_id, trial.id, placed)
         self.on_repeat(trial, stored)
-        self.repeats_s += time.monotonic() - started
-        self.num_repeats += 1
+        self.seconds.setdefault(level, []).append(time.monotonic() - started)
         return stored
 
     def _repeat(self, trial: TrialView, level: int, series: "_Series") -> Failure | None:
@@ -196,6 +218,10 @@ class _Series:
 
     def valid(self, level: int) -> int:
         return len(self.values[level])
+
+    def fewest(self, levels: Iterable[int]) -> int:
+        """Valid repeats of the level that has the fewest."""
+        return min(self.valid(level) for level in levels)
 
     def next_number(self, level: int) -> int:
         return self._taken[level]

@@ -171,6 +171,18 @@ def finalists(history: History) -> dict[int, KnobsResult]:
     return found
 
 
+def winners(history: History, study: Study, baseline: Knobs) -> dict[str, list[int]]:
+    """Knobs id -> levels where it is best; a comparison that was begun keeps its knobs."""
+    chosen = {level: result.knobs.id for level, result in finalists(history).items()}
+    for level, result in leaders(history, study).items():
+        chosen.setdefault(level, result.knobs.id)
+    found: dict[str, list[int]] = {}
+    for level, knobs_id in sorted(chosen.items()):
+        if knobs_id != baseline.id:
+            found.setdefault(knobs_id, []).append(level)
+    return found
+
+
 def _level(
     history: History,
     study: Study,

@@ -18,11 +18,12 @@ from autotune.history import History
 from autotune.ledger import Ledger
 from autotune.measuring import Bench, StopRequestedError
 from autotune.modelling import StudyModel
-from autotune.outcome import Outcome, conclude, finalists, goal_of, leaders
+from autotune.outcome import Outcome, conclude, goal_of, leaders, winners
 from autotune.plan import Plan
 from autotune.progress import Progress
 from autotune.records import Failure, Measurement
 from autotune.search import Forecast, Proposal, Search
+from autotune.starts import Starts
 from autotune.statistics import noise_floor
 from autotune.stopping import Heartbeat, StopFlag
 from autotune.store.store import Store
@@ -34,8 +35,6 @@ from model.spec import Knobs, Prediction
 #: a trial whose worker died this often is failed instead of tried again
 _MAX_ATTEMPTS = 3
 _POLL_S = 1.0
-#: starts of a comparison whose arms can't share one: A, B, A again
-_APART_STARTS = 3
 
 
 class StudyRun:
@@ -104,7 +103,8 @@ class StudyRun:
             on_repeat=self._on_repeat,
             num_taken=taken,
         )
-        self.budget.session_repeat_s = self.bench.mean_repeat_s
+        self.budget.bench = self.bench
+        self.starts = Starts(self.study, self.plan.baseline, self.bench, self.budget)
         self.claims = Claims(
             self.store,
             self.ledger,
@@ -139,9 +139,7 @@ class StudyRun:
         self._predict(base)
         failures = self._arms(base, again, 1)
         if failures == (None, None):
-            failures = self._arms(
-                base, again, self.budget.reference_pairs(len(self.plan.workloads))
-            )
+            failures = self._arms(base, again, self.budget.reference_pairs())
         for trial, failure in zip((base, again), failures, strict=True):
             self._finish(trial, failure)
         failure = failures[0] or failures[1]
@@ -156,9 +154,12 @@ class StudyRun:
     def _arms(
         self, first: TrialView, second: TrialView, num_pairs: int, levels: list[int] | None = None
     ) -> tuple[Failure | None, Failure | None]:
-        """Bring two arms to ``num_pairs`` repeats each, in turns."""
+        """Bring two arms to ``num_pairs`` repeats each, in turns, as far as the time goes."""
         done = History.read(self.store, self.view.id).repeats_of
-        return self.bench.run_arms(first, second, num_pairs, done, levels)
+        asked = levels or list(self.plan.workloads)
+        return self.bench.run_arms(
+            first, second, num_pairs, done, levels, lambda: self.budget.out_of_time(asked)
+        )
 
     def _explore(self, backend: Backend) -> str:
         """Predict, pick, measure, calibrate until the budget or the space is used up."""
@@ -177,12 +178,15 @@ class StudyRun:
             self.flag.check()
             self._adopt_orphans()
             history = History.read(self.store, self.view.id)
-            spent = self.budget.spent(history)
+            spent = self.budget.spent(history, self.starts.final(history))
             if spent is not None:
                 return spent
             open_group = None if self.bench.open_group is None else self.bench.open_group.id
             proposal = search.propose(
-                history, open_group, may_open=self._may_open(history), cost_ratio=self._cost_ratio()
+                history,
+                open_group,
+                may_open=self.starts.may_open(history),
+                cost_ratio=self._cost_ratio(),
             )
             if proposal is None:
                 return search.exhausted()
@@ -193,15 +197,21 @@ class StudyRun:
     def _finals(self) -> None:
         """Measure the best knobs against the baseline once more, in turns."""
         history = History.read(self.store, self.view.id)
-        winners = self._winners(history)
-        pairs = self.budget.pairs_in_time(max(1, sum(map(len, winners.values()))))
-        for knobs_id, levels in winners.items():
+        best = winners(history, self.study, self.plan.baseline)
+        for index, (knobs_id, levels) in enumerate(best.items()):
             knobs = history.by_knobs[knobs_id].knobs
-            if not self._affordable(knobs):
+            starts = self.starts.of(knobs)
+            # later winners have a right to their share of what is left
+            pairs = self.budget.pairs_in_time(levels, starts, 1 / (len(best) - index))
+            lacking = None if pairs else "wall time"
+            if starts > self.budget.starts_left():
+                lacking = "server start"
+            if lacking is not None:
                 where = ", ".join(map(str, levels))
+                key = "wall_time" if lacking == "wall time" else "server_starts"
                 self.progress.note(
-                    f"no server start is left to compare {knobs.label()}, the best at concurrency "
-                    f"{where}, with the baseline in turns; raise budget.server_starts, or use "
+                    f"no {lacking} is left to compare {knobs.label()}, the best at concurrency "
+                    f"{where}, with the baseline in turns; raise budget.{key}, or use "
                     f"`autotune compare best baseline --study {self.study.name}`"
                 )
                 continue
@@ -218,17 +228,6 @@ class StudyRun:
             for trial, failure in zip((ours, base), failures, strict=True):
                 self._finish(trial, failure)
 
-    def _winners(self, history: History) -> dict[str, list[int]]:
-        """Knobs id -> levels where it is best; a comparison that was begun keeps its knobs."""
-        chosen = {level: result.knobs.id for level, result in finalists(history).items()}
-        for level, result in leaders(history, self.study).items():
-            chosen.setdefault(level, result.knobs.id)
-        winners: dict[str, list[int]] = {}
-        for level, knobs_id in sorted(chosen.items()):
-            if knobs_id != self.plan.baseline.id:
-                winners.setdefault(knobs_id, []).append(level)
-        return winners
-
     # trials
 
     def _run_trial(self, trial: TrialView, history: History) -> None:
@@ -244,7 +243,11 @@ class StudyRun:
         )
         started = time.monotonic()
         done = history.repeats_of.get(trial.id, ())
-        failure = self.bench.run_trial(trial, best, done)
+        kept_s = self.budget.final_s(history, self.starts.final(history))
+        levels = tuple(self.plan.workloads)
+        failure = self.bench.run_trial(
+            trial, best, done, lambda: self.budget.out_of_time(levels[:1], kept_s)
+        )
         self._finish(trial, failure)
         self._trial_seconds.append(time.monotonic() - started)
         self.model.learn(self.store, self.view.id)
@@ -303,28 +306,6 @@ class StudyRun:
         now = datetime.now(UTC)
         others = (w for w in self.store.workers(self.view.id) if w.id != self.worker_id)
         return any(is_alive(worker, now) for worker in others)
-
-    # what may still be opened
-
-    def _may_open(self, history: History) -> bool:
-        """Whether a start is left beyond those that the final comparison needs."""
-        best = {r.knobs.id: r.knobs for r in leaders(history, self.study).values()}
-        apart = sum(not self._shares_start(knobs) for knobs in best.values())
-        limit = self.study.budget.server_starts or 0
-        # finals of several winners may take half of all starts, the search has the rest
-        kept = max(_APART_STARTS, min(apart * _APART_STARTS, limit // 2)) if apart else 1
-        return self.budget.starts_left() > kept
-
-    def _affordable(self, knobs: Knobs) -> bool:
-        """Whether the starts that are left allow comparing ``knobs`` with the baseline."""
-        if not self._shares_start(knobs):
-            return self.budget.starts_left() >= _APART_STARTS
-        group = self.bench.backend.group(knobs)
-        return group == self.bench.open_group or self.budget.starts_left() >= 1
-
-    def _shares_start(self, knobs: Knobs) -> bool:
-        group_of = self.bench.backend.group
-        return group_of(knobs) == group_of(self.plan.baseline)
 
     def _cost_ratio(self) -> float | None:
         """How many times dearer a trial gets when it needs a start."""

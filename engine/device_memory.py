@@ -29,12 +29,12 @@ def _library(name: str) -> ctypes.CDLL | None:
     return library if library.nvmlInit_v2() == 0 else None
 
 
-def used_bytes(pci_address: str, library_name: str = _LIBRARY) -> int | None:
+def used_bytes(pci_address: str, library_name: str | None = None) -> int | None:
     """Bytes in use by all processes on the GPU at ``pci_address`` (dddd:bb:dd.f).
 
     None where the driver's library is absent or does not tell.
     """
-    library = _library(library_name)
+    library = _library(library_name or _LIBRARY)
     if library is None:
         return None
     device, memory = ctypes.c_void_p(), _Memory()

@@ -8,10 +8,10 @@ applies them, and a watch on clocks and temperature, to stored repeats.
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from autotune.health import UNHEALTHY_REASONS
-from autotune.records import Acceptance, Health, Measurement
+if TYPE_CHECKING:
+    from autotune.records import Acceptance, Health, Measurement
 
 #: a first position that is alive (published heads: 0.48 to 0.83 a step)
 ALIVE_RATE = 0.2
@@ -72,7 +72,7 @@ def spins(utilization_percent: float, power_w: float, power_limit_w: float | Non
     return utilization_percent >= SPIN_UTILIZATION_PERCENT and power_w < limit
 
 
-def watch_repeats(records: Sequence[Measurement]) -> Iterator[HealthFinding]:
+def watch_repeats(records: "Sequence[Measurement]") -> Iterator[HealthFinding]:
     """Everything that repeats, in the order taken, show about speculation and the host."""
     yield from _speculation(records)
     yield from _spinning(records)
@@ -80,7 +80,7 @@ def watch_repeats(records: Sequence[Measurement]) -> Iterator[HealthFinding]:
     yield from _clocks(records)
 
 
-def _speculation(records: Sequence[Measurement]) -> Iterator[HealthFinding]:
+def _speculation(records: "Sequence[Measurement]") -> Iterator[HealthFinding]:
     by_knobs: dict[str, list[Acceptance]] = {}
     for record in records:
         # greedy plain decoding has no acceptance at all
@@ -122,7 +122,7 @@ def _speculation(records: Sequence[Measurement]) -> Iterator[HealthFinding]:
             )
 
 
-def _spinning(records: Sequence[Measurement]) -> Iterator[HealthFinding]:
+def _spinning(records: "Sequence[Measurement]") -> Iterator[HealthFinding]:
     """GPUs that wait for a peer: the rule of most readings, and of a repeat that hung."""
     busy, low = 0, []
     for record in records:
@@ -157,7 +157,10 @@ def _spinning(records: Sequence[Measurement]) -> Iterator[HealthFinding]:
     )
 
 
-def _throttling(records: Sequence[Measurement]) -> Iterator[HealthFinding]:
+def _throttling(records: "Sequence[Measurement]") -> Iterator[HealthFinding]:
+    # lint asks the rules of single numbers, without a host to read
+    from autotune.health import UNHEALTHY_REASONS
+
     seen: dict[tuple[str, str], int] = {}
     for record in records:
         pairs = {
@@ -179,7 +182,7 @@ def _throttling(records: Sequence[Measurement]) -> Iterator[HealthFinding]:
         )
 
 
-def _clocks(records: Sequence[Measurement]) -> Iterator[HealthFinding]:
+def _clocks(records: "Sequence[Measurement]") -> Iterator[HealthFinding]:
     """Clocks that sink through a run, with or without heat."""
     readings: dict[str, list[Health]] = {}
     for record in records:

@@ -18,7 +18,8 @@ OutputCheck = Literal["exact", "near_tie", "incorrect", "unverified"]
 class Record(BaseModel):
     """Base of all records: immutable, and an unknown key is refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # built when first used: most commands use a few of them
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class Failure(Record):

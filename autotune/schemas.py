@@ -59,7 +59,10 @@ Duration = Annotated[float, BeforeValidator(parse_duration_s)]
 class Schema(BaseModel):
     """Base of everything that people write: unknown keys are refused, objects are frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # a schema inside another is built as part of that one, never alone
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True
+    )
 
 
 class ModelRef(Schema):

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from model import breakeven
 from model.acceptance import AcceptanceModel
-from model.calibrate import calibrate
 from model.calibration import Calibration
 from model.collectives import CollectiveKey, CollectiveTimes
 from model.intervals import mixture_quantiles
@@ -176,6 +175,8 @@ class Predictor:
 
     def updated(self, observations: Sequence[Observation]) -> "Predictor":
         """The predictor after these measurements: constants and acceptance both learn."""
+        from model.calibrate import calibrate
+
         calibration = calibrate(self.calibration, observations, self.step)
         counts = [o for o in observations if isinstance(o, AcceptanceCounts | AcceptLength)]
         return replace(self, calibration=calibration, acceptance=self.acceptance.update(counts))

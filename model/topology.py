@@ -54,7 +54,10 @@ PCIE_LANE_GB_PER_S: Mapping[int, float] = {
 class Schema(BaseModel):
     """Base of the machine schema: immutable, an unknown key is refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # a schema inside another is built as part of that one, never alone
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True
+    )
 
 
 class Node(Schema):

@@ -7,16 +7,17 @@ for a known one whose NCCL search gives the very communicator that the log shows
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autotune.effect.by_size import Scene
-from autotune.nccl_log_types import CommLog, NcclLog, ProcessLog
-from autotune.selector_check import CAPABILITIES
-from autotune.selector_log import LoggedCommunicator
 from model.machine import Machine, load_machine
 from model.nccl.communicator import communicator_for
 from model.nccl.settings import NcclSettings
 from model.nccl.tuning import Communicator
 from model.nccl.versions import release_for
+
+if TYPE_CHECKING:
+    from autotune.nccl_log_types import CommLog, NcclLog, ProcessLog
 
 MACHINES = Path(__file__).parents[2] / "studies" / "machines"
 
@@ -31,9 +32,13 @@ def scene_of_machine(machine: Machine, num_ranks: int, version: str) -> Scene:
 
 
 def scene_of_log(
-    log: NcclLog, process: ProcessLog, comm: CommLog, machine: Machine | None
+    log: "NcclLog", process: "ProcessLog", comm: "CommLog", machine: Machine | None
 ) -> Scene | str:
     """The scene of one logged communicator, or why there is none (one clause)."""
+    # a machine's scene needs no reader of logs
+    from autotune.selector_check import CAPABILITIES
+    from autotune.selector_log import LoggedCommunicator
+
     version = process.version or (log.versions[0] if len(log.versions) == 1 else None)
     if version is None:
         return "the log does not show the NCCL version (NCCL_DEBUG_SUBSYS needs INIT)"
@@ -69,7 +74,7 @@ def scene_of_log(
 
 
 def _scene_of_summary(
-    machine: Machine, comm: CommLog, settings: NcclSettings, version: str
+    machine: Machine, comm: "CommLog", settings: NcclSettings, version: str
 ) -> Scene | str:
     """The scene of a machine, where a log without GRAPH shows no more than channels and paths."""
     if comm.num_ranks is None or machine.gpu is None or machine.gpu.count < comm.num_ranks:

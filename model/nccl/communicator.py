@@ -147,7 +147,7 @@ def communicator_for(
     level = forced.p2p_rank()
     release = release_for(version)
     rule = P2pRule(level, possible=machine.p2p.possible, shm=not settings.shm_disable)
-    graphs = _cached(_Key(machine), num_ranks, release, rule, multicast)
+    graphs = _cached(_key(machine), num_ranks, release, rule, multicast)
     return communicator_on(graphs, settings, release)
 
 
@@ -165,6 +165,21 @@ class _Key:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Key) and self.seen == other.seen
+
+
+#: so many machines are remembered by their object
+_MOST_KEYS = 64
+_keys: dict[int, _Key] = {}
+
+
+def _key(machine: Machine) -> _Key:
+    """The key of a machine, made once for each object; a key keeps its machine, so ids stay."""
+    key = _keys.get(id(machine))
+    if key is None:
+        if len(_keys) >= _MOST_KEYS:
+            _keys.clear()
+        key = _keys[id(machine)] = _Key(machine)
+    return key
 
 
 @lru_cache(maxsize=256)

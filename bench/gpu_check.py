@@ -50,7 +50,7 @@ space:
   cuda_graph.draft: true
   cuda_graph.verify: [true, false]
   cuda_graph.extend: true
-budget: {{measured_trials: 4, server_starts: 3, wall_time: 50s}}
+budget: {{measured_trials: 3, server_starts: 3, wall_time: 75s}}
 measure: {{warmup: 1, min_repeats: 3, max_repeats: 4, target_rel_ci: 0.02}}
 seed: 0
 """

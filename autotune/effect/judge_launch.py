@@ -54,11 +54,12 @@ def in_force(launch: Launch) -> dict[str, str]:
 def _judge(launch: Launch, name: str, asked: str) -> KnobVerdict:
     found = launch.env.get(name)
     setting = launch.files.get(name)
-    if found == asked and launch.start_method == "ray":
+    if found == asked and launch.unsure is not None and name not in launch.sure:
         return KnobVerdict(
-            name=name, asked=asked, read=None, verdict="unknown", lost_at="Ray, perhaps",
-            reason="in this shell's environment, but Ray's workers are children of its daemon: "
-            "set it where `ray start` runs, or in NCCL's configuration file",
+            name=name, asked=asked, read=None, verdict="unknown",
+            lost_at=f"{_daemon(launch)}, perhaps",
+            reason=f"in this shell's environment, but {launch.unsure}: look into the workers, or "
+            "set it in NCCL's configuration file",
         )  # fmt: skip
     if found == asked:
         method = {"unknown": "its children, as far as they inherit"}.get(
@@ -85,7 +86,7 @@ def _judge(launch: Launch, name: str, asked: str) -> KnobVerdict:
     if found is not None:
         reason = f"the workers get {name}={found}"
         reason = f"{where}; {reason}" if where else f"{reason}, not {asked}"
-        lost_at = "overwritten by the server" if where and "server" in where else "parent"
+        lost_at = "overwritten by the server" if where and "server" in where else where or "parent"
         return KnobVerdict(
             name=name, asked=asked, read=None, verdict="not effective", reason=reason,
             lost_at=lost_at,
@@ -100,6 +101,12 @@ def _judge(launch: Launch, name: str, asked: str) -> KnobVerdict:
         name=name, asked=asked, read=None, verdict="not effective",
         reason=f"dropped by {where}", lost_at=where,
     )  # fmt: skip
+
+
+def _daemon(launch: Launch) -> str:
+    """The step whose process was there before."""
+    known = ("Ray", "tmux", "screen", "docker compose", "docker-compose", "podman compose")
+    return next((step for step in launch.steps if step in known), launch.steps[-2])
 
 
 def _with_predictions(

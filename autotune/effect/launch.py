@@ -5,33 +5,20 @@ starts workers from a daemon or a fork server never hands it on, and NCCL's own 
 """
 
 import os
-import re
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.effect.config_files import FileSetting, file_settings
 from autotune.effect.server_sets import overwritten, server_environment
+from autotune.effect.way import ASSIGNMENT, Way
+from autotune.effect.wrappers import peel
 from autotune.errors import UserError
 from autotune.lint.command import Command, parse_command
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-#: wrappers that hand the environment on
-_KEEPING = frozenset(
-    {"numactl", "taskset", "nohup", "nice", "ionice", "time", "stdbuf", "setsid", "chrt", "exec"}
-)
-
-
-@dataclass
-class Way:
-    """What is known of a launch: the environment at its end, and where names were lost."""
-
-    words: tuple[str, ...]
-    env: dict[str, str]
-    #: name -> wrapper that dropped or replaced it
-    lost: dict[str, str] = field(default_factory=dict)
-    steps: list[str] = field(default_factory=lambda: ["shell"])
-    notes: list[str] = field(default_factory=list)
+#: steps behind which other programs are installed
+_ELSEWHERE = ("docker", "podman", "nerdctl", "apptainer", "singularity", "ssh", "kubectl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +38,10 @@ class Launch:
     files: Mapping[str, FileSetting]
     steps: tuple[str, ...]
     notes: tuple[str, ...]
+    #: why nothing certain can be said of the workers' environment, one clause
+    unsure: str | None = None
+    #: names that arrive all the same
+    sure: frozenset[str] = frozenset()
 
 
 def read_launch(
@@ -60,10 +51,9 @@ def read_launch(
     if not words:
         raise UserError("no command after --; write: autotune env check -- CMD ARGS...")
     shell = dict(os.environ if environ is None else environ)
-    way = Way(tuple(words), shell)
-    _wrappers(way)
-    asked = {**shell, **way.env, **{n: shell.get(n, "") for n in way.lost if n in shell}}
-    asked |= _assignments(words)
+    way = Way(tuple(words), dict(shell))
+    peel(way)
+    asked = {**shell, **way.env, **way.replaced, **_assignments(words)}
     engine = _engine(way.words)
     command = None
     lost = dict(way.lost)
@@ -75,8 +65,9 @@ def read_launch(
         env |= server_environment(engine, command, env)
     method = _start_method(engine, command, env, way.words)
     if method == "ray":
-        way.notes.append(
-            "Ray's workers are children of its daemon: only what the server copies reaches them"
+        way.steps.append("Ray")
+        way.unsure = way.unsure or (
+            "Ray's workers are children of its daemon, and only what the server copies reaches them"
         )
     if method == "forkserver":
         way.notes.append("a fork server keeps the environment of the moment it started")
@@ -84,6 +75,9 @@ def read_launch(
         way.notes.append(
             "workers blank their /proc/<pid>/environ (setproctitle): start with SPT_NOENV=1 to look"
         )
+    here = way.words and not any(step.split()[0] in _ELSEWHERE for step in way.steps)
+    if here and shutil.which(way.words[0]) is None and not Path(way.words[0]).exists():
+        way.notes.append(f"{way.words[0]} is not found on this host")
     conf_env = {**env} if system_file is None else {**env, "_": ""}
     files, file_notes = (
         file_settings(conf_env) if system_file is None else file_settings(conf_env, system_file)
@@ -96,8 +90,10 @@ def read_launch(
         env=env,
         lost=lost,
         files=files,
-        steps=(*way.steps, engine or Path(way.words[0]).name if way.words else "?", method),
+        steps=(*way.steps, *([engine or Path(way.words[0]).name] if way.words else []), method),
         notes=(*way.notes, *file_notes),
+        unsure=way.unsure,
+        sure=frozenset(way.sure),
     )
 
 
@@ -105,124 +101,10 @@ def _assignments(words: Sequence[str]) -> dict[str, str]:
     """Variables set anywhere on the line: NAME=VALUE, env NAME=VALUE, -e NAME=VALUE."""
     found = {}
     for word in words:
-        match = _ASSIGNMENT.match(word)
+        match = ASSIGNMENT.match(word)
         if match is not None and match[1].isupper():
             found[match[1]] = match[2]
     return found
-
-
-def _wrappers(way: Way) -> None:
-    """Peel wrappers off the front of the command, one at a time."""
-    while way.words:
-        word = way.words[0]
-        match = _ASSIGNMENT.match(word)
-        name = Path(word).name
-        if match is not None:
-            way.env[match[1]] = match[2]
-            way.lost.pop(match[1], None)
-            way.words = way.words[1:]
-        elif name == "env":
-            _env(way)
-        elif name == "sudo":
-            _sudo(way)
-        elif name in ("docker", "podman", "nerdctl") and "run" in way.words[1:3]:
-            _container(way, name)
-        elif name in ("ssh", "systemd-run", "kubectl", "crontab"):
-            _drop(way, name, kept={})
-            way.words = ()
-            way.notes.append(f"{name} starts the command elsewhere: look at it there")
-        elif name in _KEEPING:
-            way.steps.append(name)
-            way.words = _after_options(way.words[1:])
-        else:
-            return
-
-
-def _after_options(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Without the options of a wrapper: up to the first word that is a program."""
-    for index, word in enumerate(words):
-        if word.startswith("-") or re.fullmatch(r"[\d,xXa-fA-F-]+", word):
-            continue
-        return words[index:]
-    return ()
-
-
-def _env(way: Way) -> None:
-    words = list(way.words[1:])
-    while words:
-        word = words[0]
-        match = _ASSIGNMENT.match(word)
-        if word in ("-i", "-", "--ignore-environment"):
-            _drop(way, "env -i", kept={})
-        elif word in ("-u", "--unset") and len(words) > 1:
-            if words[1] in way.env:
-                way.lost[words[1]] = "env -u"
-                del way.env[words[1]]
-            words.pop(0)
-        elif match is not None:
-            way.env[match[1]] = match[2]
-            way.lost.pop(match[1], None)
-        elif not word.startswith("-"):
-            break
-        words.pop(0)
-    way.steps.append("env")
-    way.words = tuple(words)
-
-
-def _sudo(way: Way) -> None:
-    words = list(way.words[1:])
-    preserve: set[str] | None = set()
-    while words and (words[0].startswith("-") or _ASSIGNMENT.match(words[0])):
-        word = words.pop(0)
-        match = _ASSIGNMENT.match(word)
-        if word in ("-E", "--preserve-env"):
-            preserve = None
-        elif word.startswith("--preserve-env=") and preserve is not None:
-            preserve |= set(word.partition("=")[2].split(","))
-        elif word in ("-u", "-g", "--user", "--group") and words:
-            words.pop(0)
-        elif match is not None and not word.startswith("-"):
-            way.env[match[1]] = match[2]
-            if preserve is not None:
-                preserve.add(match[1])
-    if preserve is not None:
-        kept = {name: value for name, value in way.env.items() if name in preserve}
-        _drop(way, "sudo (no -E)", kept=kept)
-    way.steps.append("sudo")
-    way.words = tuple(words)
-
-
-def _container(way: Way, name: str) -> None:
-    """Only variables named by -e reach a container; the image is the first bare word after."""
-    words = list(way.words[way.words.index("run") + 1 :])
-    kept: dict[str, str] = {}
-    with_value = {"-e", "--env", "-v", "--volume", "--gpus", "--name", "-p", "--ipc", "--network",
-                  "--shm-size", "-w", "--entrypoint", "--env-file", "--ulimit", "--device",
-                  "--mount", "-u", "--net", "--cap-add", "--security-opt", "--runtime"}  # fmt: skip
-    while words and words[0].startswith("-"):
-        word = words.pop(0)
-        option, equals, attached = word.partition("=")
-        value = attached if equals else words.pop(0) if word in with_value and words else ""
-        if option in ("-e", "--env"):
-            variable, given, text = value.partition("=")
-            if given:
-                kept[variable] = text
-            elif variable in way.env:
-                kept[variable] = way.env[variable]
-        if option == "--env-file":
-            way.notes.append(f"{name} also reads variables from {value}")
-    _drop(way, f"{name} run (no -e NAME)", kept=kept)
-    way.env.update(kept)
-    way.steps.append(f"{name} run")
-    # the image, and behind it the command
-    way.words = tuple(words[1:])
-
-
-def _drop(way: Way, wrapper: str, kept: Mapping[str, str]) -> None:
-    for name in way.env:
-        if name not in kept:
-            way.lost.setdefault(name, wrapper)
-    way.env = dict(kept)
 
 
 def _engine(words: Sequence[str]) -> str | None:
@@ -246,8 +128,7 @@ def _start_method(
             return "spawn"
         return env.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     first = Path(words[0]).name if words else ""
-    if first in ("torchrun", "mpirun", "mpiexec", "srun"):
+    launchers = ("torchrun", "mpirun", "mpiexec", "srun", "accelerate", "deepspeed", "horovodrun")
+    if first in launchers or any(word.startswith("torch.distributed.") for word in words):
         return "exec"
-    if first == "ray":
-        return "ray"
     return "unknown"

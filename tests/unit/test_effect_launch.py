@@ -37,8 +37,30 @@ def knob(line: str, name: str, tmp_path: Path, **shell: str) -> KnobVerdict:
             id="container",
         ),
         pytest.param(f"ssh host {SGLANG}", "ssh", id="another-host"),
+        pytest.param(f"docker exec box {SGLANG}", "docker exec (no -e NAME)", id="docker-exec"),
+        pytest.param(f"timeout 10m env -i {SGLANG}", "env -i", id="behind-timeout"),
+        pytest.param(f"nsys profile -o x -t cuda env -i {SGLANG}", "env -i", id="behind-nsys"),
+        pytest.param(f"uv run --with x env -i {SGLANG}", "env -i", id="behind-uv"),
+        pytest.param(f"taskset -c 0-7,9 env -i {SGLANG}", "env -i", id="behind-taskset"),
+        pytest.param(f"env -S 'A=1 env -i {SGLANG}'", "env -i", id="split-string"),
+        pytest.param(f"srun --export=NONE {SGLANG}", "srun --export=NONE", id="slurm-none"),
+        pytest.param(f"srun --export=PATH -n 8 {SGLANG}", "srun --export=PATH", id="slurm-list"),
+        pytest.param(f"apptainer exec -e x.sif {SGLANG}", "apptainer -e", id="apptainer"),
+        pytest.param(f"su - u -c '{SGLANG}'", "su - (a login shell)", id="login-shell"),
+        pytest.param(
+            f"systemd-run {SGLANG}",
+            "systemd-run (a service starts from systemd's environment)",
+            id="systemd-service",
+        ),
+        pytest.param(
+            f"bash -c 'export NCCL_PROTO=Simple; cd / && {SGLANG}'", "set again by bash -c",
+            id="shell-text",
+        ),
+        pytest.param(
+            f"bash -lc 'unset NCCL_PROTO; exec {SGLANG}'", "unset by bash -lc", id="shell-unsets"
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_wrapper_that_drops_the_variable_is_named(
     line: str, lost_at: str, tmp_path: Path
 ) -> None:
@@ -59,6 +81,12 @@ def test_a_wrapper_that_drops_the_variable_is_named(
         pytest.param(f"env -i NCCL_PROTO=LL {SGLANG}", id="env-sets"),
         pytest.param(f"docker run -e NCCL_PROTO image {SGLANG}", id="container-hands-on"),
         pytest.param(f"docker run -e NCCL_PROTO=LL --rm image {SGLANG}", id="container-sets"),
+        pytest.param(f"srun --export=ALL -n 8 {SGLANG}", id="slurm-all"),
+        pytest.param(f"systemd-run --scope {SGLANG}", id="systemd-scope"),
+        pytest.param(f"singularity run --nv x.sif {SGLANG}", id="singularity"),
+        pytest.param(f"su u -c '{SGLANG}'", id="su-keeps"),
+        pytest.param(f"bash -c 'A=1; echo NCCL_PROTO=x && {SGLANG}'", id="shell-text-beside"),
+        pytest.param(f"conda run -n e --cwd / {SGLANG}", id="conda"),
     ],
 )
 def test_a_variable_that_arrives_is_not_called_effective_without_proof(
@@ -93,6 +121,60 @@ def test_what_the_server_only_defaults_is_left_alone(tmp_path: Path) -> None:
     line = "vllm serve m -tp 8"
     found = knob(line, "CUDA_DEVICE_MAX_CONNECTIONS", tmp_path, CUDA_DEVICE_MAX_CONNECTIONS="32")
     assert found.verdict == "unknown"
+
+
+SCRIPT = """#!/usr/bin/env bash
+set -e
+# export NCCL_PROTO=LL128
+export NCCL_ALGO=${NCCL_ALGO:-Tree}
+NCCL_NTHREADS=64
+if [ -n "$FAST" ]; then
+  export NCCL_PROTO=Simple \\
+    NCCL_BUFFSIZE=1048576
+fi
+export NCCL_MAX_NCHANNELS=$(nproc)
+exec numactl -N 0 python -m sglang.launch_server --model-path m --tp 8
+"""
+
+
+def test_a_launch_script_is_read_and_its_line_named(tmp_path: Path) -> None:
+    script = tmp_path / "serve.sh"
+    script.write_text(SCRIPT)
+    shell = {"HOME": str(tmp_path), "PATH": "/bin", "NCCL_PROTO": "LL", "NCCL_ALGO": "Ring"}
+    for words in ([str(script)], ["bash", str(script)], ["nohup", "bash", "-x", str(script)]):
+        launch = read_launch(words, shell, tmp_path / "none.conf")
+        found = {k.name: k for k in judge_launch(launch, {}).knobs}
+        assert launch.engine == "sglang"
+        assert found["NCCL_PROTO"].lost_at == "set again by serve.sh, line 7"
+        assert found["NCCL_ALGO"].verdict == "unknown"
+        assert launch.env["NCCL_BUFFSIZE"] == "1048576"
+        # neither exported before nor by the assignment
+        assert "NCCL_NTHREADS" not in launch.env
+        assert any("NCCL_MAX_NCHANNELS=" in note for note in launch.notes)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        pytest.param("docker compose up -d", "compose file", id="compose"),
+        pytest.param(f"tmux new -d {SGLANG}", "tmux's server", id="tmux"),
+        pytest.param(f"ray job submit -- {SGLANG}", "Ray's workers", id="ray-job"),
+    ],
+)
+def test_what_a_daemon_starts_is_not_told_by_this_shell(
+    line: str, why: str, tmp_path: Path
+) -> None:
+    found = knob(line, "NCCL_PROTO", tmp_path, NCCL_PROTO="LL")
+    assert (found.verdict, why in found.reason) == ("unknown", True)
+    assert "perhaps" in (found.lost_at or "")
+
+
+def test_a_program_that_is_not_here_is_noted(tmp_path: Path) -> None:
+    shell = {"HOME": str(tmp_path)}
+    launch = read_launch(["no-such-program", "--tp", "8"], shell, tmp_path / "none.conf")
+    assert "no-such-program is not found on this host" in launch.notes
+    inside = read_launch(["docker", "run", "x", "no-such-program"], shell, tmp_path / "none.conf")
+    assert not any("not found" in note for note in inside.notes)
 
 
 def test_rays_workers_are_children_of_its_daemon(tmp_path: Path) -> None:

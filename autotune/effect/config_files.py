@@ -52,10 +52,20 @@ def file_settings(
         except OSError as error:
             notes.append(f"{path}: {error.strerror}")
             continue
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):
             name, equals, value = line.partition("=")
-            name = name.strip()
-            if not equals or not name or name.startswith("#"):
+            if not equals or line.startswith("#"):
                 continue
-            found.setdefault(name, FileSetting(name, value.strip(), f"{path}:{number}"))
+            where = f"{path}:{number}"
+            if name != name.strip() or " " in name:
+                # NCCL takes the line as it stands, spaces and "export" included
+                plain = name.strip().removeprefix("export").strip()
+                notes.append(
+                    f"{where} sets a variable named {name!r}, which nobody reads: write "
+                    f"{plain}={value.strip()} without spaces"
+                )
+                continue
+            if value != value.strip() or value[:1] in "'\"" and value:
+                notes.append(f"{where}: the value is {value!r}, spaces and quotes included")
+            found.setdefault(name, FileSetting(name, value, where))
     return found, notes

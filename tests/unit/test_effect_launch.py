@@ -217,6 +217,28 @@ def test_the_named_file_replaces_the_own_one_and_the_system_file_is_weakest(
     assert "does not exist" in missing[0]
 
 
+@pytest.mark.parametrize(
+    ("line", "value", "note"),
+    [
+        pytest.param("NCCL_PROTO=LL", "LL", None, id="plain"),
+        pytest.param(" NCCL_PROTO=LL", None, "nobody reads", id="indented"),
+        pytest.param("NCCL_PROTO = LL", None, "without spaces", id="spaces-around"),
+        pytest.param("export NCCL_PROTO=LL", None, "write NCCL_PROTO=LL", id="export"),
+        pytest.param('NCCL_PROTO="LL"', '"LL"', "quotes included", id="quoted"),
+        pytest.param("NCCL_PROTO=LL\r", "LL\r", "spaces and quotes", id="windows-line-end"),
+        pytest.param("#NCCL_PROTO=LL", None, None, id="comment"),
+    ],
+)
+def test_a_configuration_file_is_read_as_literally_as_nccl_does(
+    line: str, value: str | None, note: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / ".nccl.conf").write_bytes(f"{line}\n".encode())
+    found, notes = file_settings({"HOME": str(tmp_path)}, tmp_path / "none.conf")
+    assert (found["NCCL_PROTO"].value if "NCCL_PROTO" in found else None) == value
+    own = [text for text in notes if str(tmp_path) in text]
+    assert (note in own[0] if own else None) == (True if note else None)
+
+
 def test_with_a_machine_what_arrives_is_predicted_inert_or_effective(tmp_path: Path) -> None:
     machine = load_machine(MACHINES / "8x-rtx-pro-6000-switches.yaml")
     shell = {"HOME": str(tmp_path), "NCCL_NTHREADS": "512", "NCCL_PROTO": "Simple"}

@@ -44,7 +44,7 @@ def file_settings(
     notes = []
     for path in nccl_files(env, system):
         try:
-            text = path.read_text(encoding="utf-8", errors="replace")
+            text = path.read_bytes().decode("utf-8", "replace")
         except FileNotFoundError:
             if env.get("NCCL_CONF_FILE") == str(path):
                 notes.append(f"NCCL_CONF_FILE={path} does not exist: NCCL reads nothing from it")
@@ -65,7 +65,7 @@ def file_settings(
                     f"{plain}={value.strip()} without spaces"
                 )
                 continue
-            if value != value.strip() or value[:1] in "'\"" and value:
+            if value != value.strip() or (value[:1] in "'\"" and value):
                 notes.append(f"{where}: the value is {value!r}, spaces and quotes included")
             found.setdefault(name, FileSetting(name, value, where))
     return found, notes

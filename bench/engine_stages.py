@@ -2,8 +2,6 @@
 
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,45 +17,11 @@ from bench.engine_peers import (
 )
 from bench.engine_profile import stage_profile
 from bench.engine_rows import GRAPHS, K3, OFF, Emit, config, floor_ms, measure, plain_rows, requests
-from bench.engine_tiny import TINY_KINDS, stage_diagnose, stage_fp32, stage_tiny
+from bench.engine_tiny import stage_diagnose, stage_fp32, stage_tiny
 from bench.engine_tp import stage_tp2, stage_tp2_one_gpu, stage_tp2spec
+from bench.engine_warm import stage_warm, stage_warm_tiny
 from engine.api import Engine
 from engine.errors import EngineError
-
-
-def stage_warm(emit: Emit) -> None:
-    """Compile kernels for all sizes at once, in parallel, into Triton's cache."""
-    root = Path(__file__).resolve().parent.parent
-    head = (
-        f"import sys; sys.path.insert(0, {str(root)!r})\n"
-        "import bench.engine_stages as s\n"
-        "import bench.engine_tiny as t\n"
-        "from engine.api import Engine\n"
-    )
-    slices = (
-        "with Engine(s.config(4, 64, draft={{'weights': 'random'}})) as e:\n"
-        "    e.generate(s.requests({batch}, 6, 1), s.{spec}, concurrency={batch})\n"
-    )
-    tiny = (
-        "asks = t.tiny_requests(16, 128, 40)\n"
-        "with Engine(t.tiny_config()) as e:\n"
-        "    for n in (1, 4, 16): e.generate(asks[:n], t.TINY_KINDS[{kind!r}], concurrency=n)\n"
-    )
-    sizes = [(1, "OFF"), (4, "OFF"), (16, "OFF"), (64, "OFF"), (1, "K3"), (4, "K3")]
-    jobs = {f"{batch} {spec}": slices.format(batch=batch, spec=spec) for batch, spec in sizes}
-    jobs |= {f"tiny {kind}": tiny.format(kind=kind) for kind in TINY_KINDS}
-    processes = {
-        name: subprocess.Popen(
-            [sys.executable, "-c", head + text],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for name, text in jobs.items()
-    }
-    for name, process in processes.items():
-        output = process.communicate()[0]
-        emit(row="warm", name=f"warm {name}", rc=process.returncode, tail=output[-1500:])
 
 
 def stage_q8(emit: Emit) -> None:
@@ -67,7 +31,14 @@ def stage_q8(emit: Emit) -> None:
 
 def stage_q8fused(emit: Emit) -> None:
     """The same with the fused kernels for every dense weight."""
-    plain_rows(emit, 8, (1, 4, 16), 2, "8 layers, fused", environment={"AUTOTUNE_LINEAR": "fused"})
+    plain_rows(emit, 8, (64,), 2, "8 layers, fused", environment={"AUTOTUNE_LINEAR": "fused"})
+
+
+def stage_q8joined(emit: Emit) -> None:
+    """The same with the output projection and the router as one kernel."""
+    plain_rows(
+        emit, 8, (1, 4, 16), 3, "8 layers, joined", environment={"AUTOTUNE_ROUTER": "joined"}
+    )
 
 
 def stage_q8pdl(emit: Emit) -> None:
@@ -90,19 +61,21 @@ def whole_model(emit: Emit, name: str, changes: dict[str, Any]) -> None:
     start_s = time.perf_counter()
     with Engine(config(48, 4, draft={"weights": "random"}, **changes)) as engine:
         emit(row="start", name=name, start_s=time.perf_counter() - start_s)
-        for batch in (1, 4):
-            row = measure(engine, batch, OFF, 3)
-            if row["distinct_experts"] is not None:
+        for batch, spec in ((1, OFF), (4, OFF), (1, K3), (4, K3)):
+            row = measure(engine, batch, spec, 3)
+            if spec is OFF and row["distinct_experts"] is not None:
                 row["floor_ms"] = floor_ms(48, batch, row["distinct_experts"])
-            emit(row="decode", name=name, layers=48, **row)
-        for batch in (1, 4):
-            row = measure(engine, batch, K3, 4 if batch == 1 else 2)
-            emit(row="eagle3 k=3", name=name, layers=48, **row)
+            emit(row="decode" if spec is OFF else "eagle3 k=3", name=name, layers=48, **row)
         verifies = [
-            engine.generate(requests(1, 130, seed), K3, concurrency=1).segments_ms.get("verify")
+            engine.generate(requests(1, 130, seed), K3, concurrency=1).segments_ms["verify"]
             for seed in range(5)
         ]
-        emit(row="verify spread", name=f"{name}, verify of 4 captured", verify_ms=verifies)
+        emit(
+            row="verify spread",
+            name=f"{name}, verify of 4 captured",
+            verify_ms=verifies,
+            spread=(max(verifies) - min(verifies)) / statistics.median(verifies),
+        )
 
 
 def stage_timing(emit: Emit) -> None:
@@ -141,6 +114,7 @@ def stage_q48eager(emit: Emit) -> None:
 STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     # name -> (stage, timeout in seconds)
     "warm": (stage_warm, 100),
+    "warm_tiny": (stage_warm_tiny, 120),
     "q8": (stage_q8, 90),
     "q48": (stage_q48, 110),
     "fp32": (stage_fp32, 90),
@@ -156,6 +130,7 @@ STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     "vllm48": (stage_vllm48, 150),
     "vllm48eagle": (stage_vllm48eagle, 165),
     "q8fused": (stage_q8fused, 60),
+    "q8joined": (stage_q8joined, 60),
     "q8pdl": (stage_q8pdl, 60),
     "q48pdl": (stage_q48pdl, 80),
     "tp2": (stage_tp2, 120),
@@ -185,12 +160,11 @@ def show(row: dict[str, Any]) -> None:
     parts = [f"{row.get('name', ''):<34} {row.get('row', ''):<12}"]
     for key in (
         "batch", "wall_ms", "wall_low_ms", "wall_high_ms", "late_wall_ms", "cycle_ms", "busy_ms",
-        "floor_ms",
-        "distinct_experts", "accept_length", "tokens_per_s", "speedup", "same_outputs", "start_s",
-        "prefill_s", "verify_ms", "rc", "error", "eager_ms", "captured_ms", "on_ms", "off_ms",
-        "cost", "prefill_ms", "long_ms", "decode_ms", "outside_decode_ms", "busy_us", "span_us",
-        "num_kernels", "segments_ms", "places", "threshold", "share_below_threshold", "largest",
-        "largest_margin", "not_near_ties",
+        "floor_ms", "distinct_experts", "accept_length", "tokens_per_s", "speedup", "same_outputs",
+        "start_s", "prefill_s", "verify_ms", "spread", "rc", "error", "eager_ms", "captured_ms",
+        "on_ms", "off_ms", "cost", "prefill_ms", "long_ms", "decode_ms", "outside_decode_ms",
+        "busy_us", "span_us", "num_kernels", "kernels_per_step", "segments_ms", "places",
+        "threshold", "share_below_threshold", "largest", "largest_margin", "not_near_ties",
     ):  # fmt: skip
         value = row.get(key)
         if value is not None:

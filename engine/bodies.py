@@ -82,7 +82,7 @@ class Bodies:
         """One plain step."""
         slot_B, last_B, prefix_B, _ = self.state_4B
         batch = Batch(last_B[:, None], prefix_B[:, None], slot_B, prefix_B, None)
-        hidden_NH, _ = self._forward(batch, timer, "decode")
+        hidden_NH = self._forward(batch, timer, "decode")
         token_B, value_B = self.model.best(hidden_NH)
         timer.mark("decode.head")
         self.model.ops.advance(token_B, value_B, self.state_4B, record_BX)
@@ -116,9 +116,7 @@ class Bodies:
         if self.speculation.topk > 1:
             mask, depth_BT = ops.tree_mask(parent_BT)
         batch = Batch(token_BT, prefix_B[:, None] + depth_BT, slot_B, prefix_B, mask)
-        hidden_NH, captured_NF = self._forward(batch, timer, "verify")
-        if self.captured_NF is not None and captured_NF is not None:
-            self.captured_NF.copy_(captured_NF)
+        hidden_NH = self._forward(batch, timer, "verify")
         target_N, value_N = self.model.best(hidden_NH)
         timer.mark("verify.head")
         judged_BT = target_BT = target_N.view(self.rows, -1)
@@ -168,15 +166,15 @@ class Bodies:
         seed_BH = self.model.ops.pick(out_NH, self.count_B, slot_B, seeds.hidden_SH)
         seeds.settle(model, slot_B, seed_BH, with_logits=self.speculation.topk > 1)
 
-    def _forward(
-        self, batch: Batch, timer: Timer, phase: str
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The target's forward; notes the experts when laps are taken."""
+    def _forward(self, batch: Batch, timer: Timer, phase: str) -> torch.Tensor:
+        """The target's forward; keeps captured states, and the experts when laps are taken."""
         takes_laps = hasattr(timer, "marks")
         self.model.expert_log = [] if takes_laps else None
-        hidden_NH, captured_NF = self.model.forward_few(batch, timer, phase)
+        hidden_NH, _ = self.model.forward_few(
+            batch, timer, phase, self.captured_NF, captures=self.captured_NF is not None
+        )
         log, self.model.expert_log = self.model.expert_log, None
         if log:
             torch.stack(log, out=self.expert_LNK)
             timer.mark(f"{phase}.other")
-        return hidden_NH, captured_NF
+        return hidden_NH

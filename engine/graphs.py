@@ -132,8 +132,8 @@ class Segment:
 
 
 #: cycles after which special ones come again: one timed by its segments, then one with laps (in
-#: every second period), and room for flights
-_PERIOD, _TIMED, _LAPS = 27, 1, 2
+#: every ``_LAPS_EVERY``-th period), and room for flights
+_PERIOD, _TIMED, _LAPS, _LAPS_EVERY = 43, 1, 2, 2
 
 
 class SegmentTimes:
@@ -176,7 +176,7 @@ class SegmentTimes:
         self._active = active
         if active:
             return "timed"
-        return "laps" if count == 1 and at == _LAPS and period % 2 == 0 else None
+        return "laps" if count == 1 and at == _LAPS and period % _LAPS_EVERY == 0 else None
 
     def mark(self, name: str) -> None:
         """End of segment ``name``."""

@@ -111,12 +111,16 @@ class Prefill:
         token_T, following_T = input_X[_HEADER:].view(2, length)
         position_1T = start_1[:, None] + torch.arange(length, device=self.device)
         batch = Batch(token_T[None], position_1T, slot_1, start_1, None)
-        hidden_TH, captured_TF = self.model.forward_few(batch, NoTimer(), "prefill")
+        drafts = drafts and self.draft_model is not None
+        hidden_TH, captured_TF = self.model.forward_few(
+            batch, NoTimer(), "prefill", captures=drafts
+        )
         if last:
             token_1, value_1 = self.model.best(hidden_TH[end_1])
             self.token_1.copy_(torch.where(value_1.isfinite(), token_1, -1))
             following_T[end_1] = token_1
-        if drafts and self.draft_model is not None:
+        if drafts:
+            assert self.draft_model is not None
             assert self.seeds is not None
             assert captured_TF is not None
             model = self.draft_model

@@ -8,6 +8,7 @@ X caches (keys and values of every layer), S slots, C rows a slot, R rows of the
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -130,26 +131,37 @@ class TargetModel:
         return Forward(x, residual, fused)
 
     def forward_few(
-        self, batch: Batch, timer: Timer, phase: str
+        self,
+        batch: Batch,
+        timer: Timer,
+        phase: str,
+        captured_out: torch.Tensor | None = None,
+        *,
+        captures: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As ``forward`` for few tokens, in six kernels a layer where the ops are fused.
 
-        Returns the residual stream (N, H) before the last norm and the captured hidden states.
-        Larger batches go through ``forward``.
+        Returns the residual stream (N, H) before the last norm and, with ``captures``, the captured
+        hidden states, which are written to ``captured_out`` where given. Larger batches go through
+        ``forward``.
         """
         num_tokens = batch.token_BT.shape[1]
         if num_tokens > FUSED_TOKENS or batch.token_BT.numel() > FUSED_ROWS:
             out = self.forward(batch, timer, phase)
-            return out.x_NH + out.residual_NH, out.captured_NF
+            captured_NF = out.captured_NF
+            if captured_out is not None and captured_NF is not None:
+                captured_NF = captured_out.copy_(captured_NF)
+            return out.x_NH + out.residual_NH, captured_NF
         shape, ops, weights = self.shape, self.ops, self.weights
-        attention, moe, allreduce = f"{phase}.attention", f"{phase}.moe", f"{phase}.allreduce"
+        moe, allreduce = f"{phase}.moe", f"{phase}.allreduce"
         position_N = batch.position_BT.contiguous().view(-1)
         hidden_NH = F.embedding(batch.token_BT.reshape(-1), weights.embed_VH)
         leads = self.group.rank == 0
+        points = self.capture_points if captures else ()
         captured = []
         timer.mark(f"{phase}.other")
         for i, layer in enumerate(weights.layers):
-            if i in self.capture_points:
+            if i in points:
                 captured.append(hidden_NH)
             qkv_NP = self.dense.norm_linear(
                 hidden_NH, layer.input_norm_H, shape.rms_eps, layer.qkv_PH
@@ -168,19 +180,8 @@ class TargetModel:
                 batch.mask_BTT,
                 self.scale,
             )
-            # one rank carries the residual stream into the sum
-            hidden_NH = self.dense.linear_add(o_NQ, layer.o_HQ, hidden_NH if leads else None)
-            timer.mark(attention)
-            self.group.all_reduce(hidden_NH)
-            timer.mark(allreduce)
-            weight_NK, expert_NK = ops.norm_route(
-                hidden_NH,
-                layer.post_norm_H,
-                shape.rms_eps,
-                layer.router_EH,
-                shape.experts_per_token,
-                renormalize=shape.renormalize,
-            )
+            routed = self._project_and_route(layer, o_NQ, hidden_NH, timer, phase)
+            hidden_NH, weight_NK, expert_NK, normed = routed
             if self.expert_log is not None:
                 self.expert_log.append(expert_NK)
             hidden_NH = ops.norm_moe_add(
@@ -191,14 +192,44 @@ class TargetModel:
                 layer.down_EHI,
                 weight_NK,
                 expert_NK,
+                # one rank carries the residual stream into the sum
                 hidden_NH if leads else None,
+                normed=normed,
             )
             timer.mark(moe)
             self.group.all_reduce(hidden_NH)
             timer.mark(allreduce)
-        if shape.layers in self.capture_points:
+        if shape.layers in points:
             captured.append(hidden_NH)
-        return hidden_NH, self._in_order(captured) if captured else None
+        return hidden_NH, self._in_order(captured, captured_out) if captured else None
+
+    def _project_and_route(
+        self,
+        layer: TargetLayer,
+        o_NQ: torch.Tensor,
+        hidden_NH: torch.Tensor,
+        timer: Timer,
+        phase: str,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
+        """The residual stream after attention, each token's experts and their weights, the norm.
+
+        One kernel where no sum over ranks comes between; the norm is None where two ran.
+        """
+        shape, ops = self.shape, self.ops
+        router = (layer.post_norm_H, shape.rms_eps, layer.router_EH, shape.experts_per_token)
+        if self.group.tp == 1 and self.dense.routes(len(o_NQ)):
+            routed = ops.linear_route(
+                o_NQ, layer.o_HQ, hidden_NH, *router, renormalize=shape.renormalize
+            )
+            timer.mark(f"{phase}.attention")
+            return tuple(routed)
+        leads = self.group.rank == 0
+        hidden_NH = self.dense.linear_add(o_NQ, layer.o_HQ, hidden_NH if leads else None)
+        timer.mark(f"{phase}.attention")
+        self.group.all_reduce(hidden_NH)
+        timer.mark(f"{phase}.allreduce")
+        weight_NK, expert_NK = ops.norm_route(hidden_NH, *router, renormalize=shape.renormalize)
+        return hidden_NH, weight_NK, expert_NK, None
 
     def best(self, hidden_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest token of each row (N) and its logit, fp32: the same on every rank.
@@ -250,10 +281,12 @@ class TargetModel:
         )
         return F.linear(o.reshape(-1, n * d), layer.o_HQ)
 
-    def _in_order(self, captured: list[torch.Tensor]) -> torch.Tensor:
+    def _in_order(
+        self, captured: list[torch.Tensor], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Side by side in the order of ``capture_points``, which may repeat or descend."""
         by_point = dict(zip(sorted(set(self.capture_points)), captured, strict=True))
-        return torch.cat([by_point[p] for p in self.capture_points], dim=-1)
+        return torch.cat([by_point[p] for p in self.capture_points], dim=-1, out=out)
 
     def logits(self, forward: Forward, rows_M: torch.Tensor | None) -> torch.Tensor:
         """This rank's logits (M, R) fp32 of the given rows, or of all."""

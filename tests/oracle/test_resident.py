@@ -331,9 +331,9 @@ def test_random_weights_route_the_tokens_of_a_sequence_apart(tmp_path: Path) -> 
     model, logs = executor.model, []
     forward = model.forward_few
 
-    def logged(batch: Any, timer: Any, phase: str) -> Any:
+    def logged(batch: Any, timer: Any, phase: str, *rest: Any, **more: Any) -> Any:
         model.expert_log = []
-        out = forward(batch, timer, phase)
+        out = forward(batch, timer, phase, *rest, **more)
         if phase == "verify":
             logs.append([layer.unique().numel() for layer in model.expert_log])
         model.expert_log = None

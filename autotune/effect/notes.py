@@ -58,7 +58,7 @@ def _missing_ranks(log: NcclLog, stages: Sequence[Stage]) -> Iterator[str]:
         comm.rank
         for process in workers(log)
         for comm in process.comms
-        if comm is main.comm or (group is not None and comm.group == group)
+        if comm.evidence == main.comm.evidence or (group is not None and comm.group == group)
     }
     missing = sorted(set(range(total)) - ranks)
     if not missing:

@@ -1,7 +1,7 @@
 """The communicators of a log, each once, with the settings they were made under."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.effect.by_size import DEFAULT_SIZES, Scene
 from autotune.effect.reads import workers
@@ -34,6 +34,7 @@ def stages_of(log: NcclLog, machine: Machine | None, sizes: tuple[int, ...]) -> 
             if key in seen or (comm.num_ranks or 0) < 2:
                 continue
             seen.add(key)
+            comm = _with_all_connections(log, comm)
             own = sorted(
                 {c.size_bytes for c in process.choices
                  if c.comm == index and c.function in ("AllReduce", "unknown")}
@@ -45,3 +46,17 @@ def stages_of(log: NcclLog, machine: Machine | None, sizes: tuple[int, ...]) -> 
                 environment=process.environment,
                 sizes=sizes or tuple(own) or DEFAULT_SIZES,
             )
+
+
+def _with_all_connections(log: NcclLog, comm: CommLog) -> CommLog:
+    """``comm`` with the connections that its other ranks print: one rank sees its own only."""
+    if comm.group is None:
+        return comm
+    all_of_them = {
+        (transport.source, transport.target, transport.via): transport
+        for process in log.processes
+        for mate in process.comms
+        if mate.group == comm.group
+        for transport in mate.transports
+    }
+    return replace(comm, transports=tuple(all_of_them.values()))

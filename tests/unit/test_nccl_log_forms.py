@@ -224,3 +224,13 @@ def test_a_rank_without_a_log_is_missed_although_other_groups_have_its_number() 
         lines += rank_lines("2.27.7", rank % 2, ranks=2, comms=[("0x66", "0xaa")])[1:]
     notes = judge_log(parse("\n".join(lines))).notes
     assert any("3 of 4 ranks wrote a log (missing: 3)" in note for note in notes)
+
+
+def test_the_transport_of_a_communicator_is_that_of_all_its_ranks() -> None:
+    lines = [
+        line
+        for rank in range(4)
+        for line in rank_lines("2.27.7", rank, via="NET/IB/0" if rank % 2 else "P2P/CUMEM")
+    ]
+    (comm,) = judge_log(parse("\n".join(lines))).comms
+    assert comm.transport == "mixed"

@@ -4,57 +4,36 @@ The fused kernels read a weight at memory speed for few rows (H200, 8 layers of 
 time a step: 4 rows 1.05 ms against 1.09 with the vendor's, 16 rows 2.15 against 2.20); for many the
 vendor's matrix kernels win although the norm then is a kernel of its own. ``AUTOTUNE_LINEAR``
 (fused, vendor, auto) decides for a worker; auto takes the vendor's above ``FUSED_MAX_ROWS`` rows.
-``AUTOTUNE_ROUTER`` (joined, split, auto) says whether the output projection and the router are one
-kernel for few rows (the whole forward, microseconds joined against split: 1 row 538 against 532, 4
-rows 968 against 981, 16 rows 1986 against 1991).
 """
-
-import os
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's customary name
 
+from engine.policy import choice
 from kernels.opset import OpSet
 
 VARIABLE = "AUTOTUNE_LINEAR"
 CHOICES = ("auto", "fused", "vendor")
 FUSED_MAX_ROWS = 32
 HEAD_MAX_ROWS = 64
-ROUTER_VARIABLE = "AUTOTUNE_ROUTER"
-#: rows that the joined kernel serves by default, and those that it can serve
-JOINED_ROWS, ALL_JOINED_ROWS = range(2, 17), range(1, 17)
-_JOINED = {"auto": JOINED_ROWS, "joined": ALL_JOINED_ROWS, "split": range(0)}
-
-
-def _choice(variable: str, choices: tuple[str, ...], default: str) -> str:
-    choice = os.environ.get(variable, default)
-    if choice not in choices:
-        raise ValueError(f"{variable}={choice!r}: must be one of {', '.join(choices)}")
-    return choice
 
 
 class Dense:
     """Linear layers with the norm in front or the addition behind; T rows, K inputs, O outputs."""
 
     def __init__(self, ops: OpSet) -> None:
-        choice = _choice(VARIABLE, CHOICES, "auto")
-        router = _choice(ROUTER_VARIABLE, tuple(_JOINED), "auto")
-        self._joined = range(0) if choice == "vendor" else _JOINED[router]
-        if choice == "auto" and ops.name != "triton":
-            choice = "fused"
-        self.ops, self.choice = ops, choice
+        chosen = choice(VARIABLE, CHOICES)
+        if chosen == "auto" and ops.name != "triton":
+            chosen = "fused"
+        self.ops, self.choice = ops, chosen
         #: rows up to which the head is fused where other matrices are the vendor's
-        self.head_max_rows = 0 if choice == "vendor" else HEAD_MAX_ROWS
+        self.head_max_rows = 0 if chosen == "vendor" else HEAD_MAX_ROWS
 
     def uses_vendor(self, num_rows: int) -> bool:
         """Whether the vendor's kernels serve this many rows."""
         if self.choice == "auto":
             return num_rows > FUSED_MAX_ROWS
         return self.choice == "vendor"
-
-    def routes(self, num_rows: int) -> bool:
-        """Whether the output projection and the router go as one op."""
-        return num_rows in self._joined
 
     def norm_linear(
         self, x_TK: torch.Tensor, norm_K: torch.Tensor, eps: float, weight_OK: torch.Tensor

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from engine.collectives import Group
 from engine.dense import Dense
+from engine.policy import Policies
 from engine.shapes import TargetShape
 from engine.timing import Timer
 from engine.weights import TargetLayer, TargetWeights
@@ -77,7 +78,7 @@ class TargetModel:
         self.shape, self.weights, self.group, self.ops = shape, weights, group, ops
         self.capture_points = capture_points
         embed = weights.embed_VH
-        self.dense = Dense(ops)
+        self.dense, self.policies = Dense(ops), Policies(alone=group.tp == 1)
         #: where set, every fused forward appends each layer's chosen experts
         self.expert_log: list[torch.Tensor] | None = None
         self.heads = shape.heads // group.tp
@@ -152,15 +153,31 @@ class TargetModel:
             if captured_out is not None and captured_NF is not None:
                 captured_NF = captured_out.copy_(captured_NF)
             return out.x_NH + out.residual_NH, captured_NF
-        shape, ops, weights = self.shape, self.ops, self.weights
+        hidden_NH = F.embedding(batch.token_BT.reshape(-1), self.weights.embed_VH)
+        timer.mark(f"{phase}.other")
+        # a kernel after an event has no kernel before it to start early beside
+        takes_laps = hasattr(timer, "marks")
+        with self.policies.launching(0 if takes_laps else len(hidden_NH)):
+            hidden_NH, captured = self._layers_few(
+                batch, hidden_NH, self.capture_points if captures else (), timer, phase
+            )
+        return hidden_NH, self._in_order(captured, captured_out) if captured else None
+
+    def _layers_few(
+        self,
+        batch: Batch,
+        hidden_NH: torch.Tensor,
+        points: tuple[int, ...],
+        timer: Timer,
+        phase: str,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """All layers with the fused ops; the residual stream at the end and at ``points``."""
+        shape, ops = self.shape, self.ops
         moe, allreduce = f"{phase}.moe", f"{phase}.allreduce"
         position_N = batch.position_BT.contiguous().view(-1)
-        hidden_NH = F.embedding(batch.token_BT.reshape(-1), weights.embed_VH)
         leads = self.group.rank == 0
-        points = self.capture_points if captures else ()
         captured = []
-        timer.mark(f"{phase}.other")
-        for i, layer in enumerate(weights.layers):
+        for i, layer in enumerate(self.weights.layers):
             if i in points:
                 captured.append(hidden_NH)
             qkv_NP = self.dense.norm_linear(
@@ -201,7 +218,7 @@ class TargetModel:
             timer.mark(allreduce)
         if shape.layers in points:
             captured.append(hidden_NH)
-        return hidden_NH, self._in_order(captured, captured_out) if captured else None
+        return hidden_NH, captured
 
     def _project_and_route(
         self,
@@ -217,7 +234,8 @@ class TargetModel:
         """
         shape, ops = self.shape, self.ops
         router = (layer.post_norm_H, shape.rms_eps, layer.router_EH, shape.experts_per_token)
-        if self.group.tp == 1 and self.dense.routes(len(o_NQ)):
+        num_rows = len(o_NQ)
+        if self.policies.joins_router(num_rows) and not self.dense.uses_vendor(num_rows):
             routed = ops.linear_route(
                 o_NQ, layer.o_HQ, hidden_NH, *router, renormalize=shape.renormalize
             )

@@ -14,9 +14,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from engine.collectives import HostGroup, serve_store
 from engine.config import SpeculationConfig
 from engine.placement import cpus_of_rank, parse_cpu_list
+from engine.policy import Policies
 from engine.shared_memory import PART_BYTES, SharedMemoryGroup, region_bytes
 from engine.tree import _grown, _select
 from engine.weights import RandomSource, Rank
+from kernels.launch import pdl_for
 
 _LARGE = PART_BYTES // 4 + 1000
 
@@ -208,3 +210,46 @@ def test_random_weights_depend_on_name_and_seed_only() -> None:
     assert not torch.equal(make(1).read("a"), make(1).read("b"))
     assert not torch.equal(make(1).read("a"), make(2).read("a"))
     assert torch.equal(make(1).read("norm"), torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("alone", "router", "rows", "joined", "early"),
+    [
+        pytest.param(True, None, 1, False, {"linear_add"}, id="one-row-apart-and-early"),
+        pytest.param(True, None, 4, True, {"linear_route"}, id="four-rows-joined"),
+        pytest.param(True, None, 16, False, {"linear_add"}, id="sixteen-apart"),
+        pytest.param(True, None, 64, False, set(), id="many-rows-plain"),
+        pytest.param(True, "joined", 16, True, {"linear_add"}, id="joined-by-variable"),
+        pytest.param(True, "joined", 17, False, {"linear_add"}, id="more-than-it-serves"),
+        pytest.param(True, "split", 4, False, {"linear_route"}, id="split-by-variable"),
+        pytest.param(False, "joined", 4, False, set(), id="ranks-sum-in-between"),
+    ],
+)
+def test_kernels_are_launched_as_measured_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+    alone: bool,
+    router: str | None,
+    rows: int,
+    joined: bool,
+    early: set[str],
+) -> None:
+    monkeypatch.delenv("AUTOTUNE_PDL", raising=False)
+    if router is not None:
+        monkeypatch.setenv("AUTOTUNE_ROUTER", router)
+    policies = Policies(alone=alone)
+    assert policies.joins_router(rows) is joined
+    meta = torch.device("meta")
+    with policies.launching(rows):
+        ops = ("linear_add", "linear_route", "norm_linear")
+        assert {op for op in ops if pdl_for(meta, op)} == early
+    assert not pdl_for(meta, "linear_add")
+
+
+def test_a_variable_decides_which_kernels_start_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOTUNE_PDL", "norm_linear")
+    with Policies(alone=True).launching(1):
+        assert pdl_for(torch.device("meta"), "norm_linear")
+        assert not pdl_for(torch.device("meta"), "linear_add")
+    monkeypatch.setenv("AUTOTUNE_ROUTER", "both")
+    with pytest.raises(ValueError, match="AUTOTUNE_ROUTER='both': must be one of auto, joined"):
+        Policies(alone=True)

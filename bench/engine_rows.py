@@ -7,7 +7,7 @@ TB/s.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.api import Engine
@@ -18,7 +18,7 @@ from engine.results import Request, RunResult
 GRAPHS = {"decode": True, "draft": True, "verify": True, "extend": True, "prefill": True}
 OFF = SpeculationConfig()
 SHAPE = "qwen3-30b-a3b"
-PROMPT_LEN, LONG, HALF, SHORT = 896, 257, 129, 1
+PROMPT_LEN, LONG, SHORT = 896, 257, 1
 #: room for the prompt, the output and a verify
 MAX_CONTEXT = 1280
 BANDWIDTH = 4.2e12
@@ -49,20 +49,43 @@ def requests(batch: int, new: int, seed: int, vocab: int = 151_936) -> list[Requ
     ]
 
 
-def floor_ms(layers: int, tokens: int, distinct: float) -> float:
-    """Bytes that one forward must read (bf16) / 4.2 TB/s, as the issue's table counts them."""
+def floors_ms(
+    layers: int, sequences: int, distinct: float, speculation: SpeculationConfig
+) -> dict[str, float]:
+    """Least time of each part of a cycle: bytes it must read (bf16) / 4.2 TB/s.
+
+    The target's parts as the issue's table counts them; of the head's, the draft steps after the
+    first (whose token the extend has chosen) and the extend.
+    """
     hidden, experts, width, vocab, heads, kv, dim = 2048, 128, 768, 151_936, 32, 4, 128
-    layer: float = (heads + 2 * kv) * dim * hidden + heads * dim * hidden + experts * hidden
-    layer += distinct * 3 * hidden * width
-    cache = 2 * kv * dim * 1024 * tokens
-    return (layers * (layer + cache) + vocab * hidden) * 2 / BANDWIDTH * 1e3
+    dense = (heads + 2 * kv) * dim * hidden + heads * dim * hidden
+    cache = 2 * kv * dim * 1024 * sequences
+    values: dict[str, float] = {
+        "attention": layers * (dense + cache),
+        "moe": layers * (experts * hidden + distinct * 3 * hidden * width),
+        "head": vocab * hidden,
+    }
+    if speculation.method != "off":
+        wide, draft_vocab = 6144, 32_000
+        step = dense + (heads + 2 * kv) * dim * hidden + 3 * hidden * wide
+        step += draft_vocab * hidden + cache
+        values |= {"draft": (speculation.steps - 1) * step, "extend": step + 3 * hidden * hidden}
+    return {name: count * 2 / BANDWIDTH * 1e3 for name, count in values.items()}
+
+
+def shares_of_floor(
+    phases_ms: Mapping[str, float], floors: Mapping[str, float]
+) -> dict[str, float]:
+    """Each part's floor over its time; phases are named ``decode.moe``, ``verify.moe``, ``draft``."""
+    times = {name.rpartition(".")[2]: ms for name, ms in phases_ms.items()}
+    return {name: round(ms / times[name], 3) for name, ms in floors.items() if times.get(name)}
 
 
 def measure(
     engine: Engine, batch: int, speculation: SpeculationConfig, repeats: int, seed: int = 1
 ) -> dict[str, Any]:
     """One row of wall, busy and spread."""
-    asks = {new: requests(batch, new, seed) for new in (LONG, HALF, SHORT)}
+    asks = {new: requests(batch, new, seed) for new in (LONG, SHORT)}
 
     def wall(new: int) -> tuple[float, RunResult]:
         start_s = time.perf_counter()
@@ -71,10 +94,9 @@ def measure(
 
     for new in (LONG, SHORT):
         wall(new)
-    longs, halves, shorts = [], [], []
+    longs, shorts = [], []
     for _ in range(repeats):
         longs.append(wall(LONG))
-        halves.append(wall(HALF))
         shorts.append(wall(SHORT)[0])
     runs = [run for _, run in longs]
     steps = runs[0].num_cycles
@@ -87,11 +109,6 @@ def measure(
         "wall_ms": statistics.median(walls),
         "wall_low_ms": min(walls),
         "wall_high_ms": max(walls),
-        # between two runs that both decode: the prefill's scatter has less weight
-        "late_wall_ms": statistics.median(
-            (long_s - half_s) * 1e3 / (long.num_cycles - half.num_cycles)
-            for (long_s, long), (half_s, half) in zip(longs, halves, strict=True)
-        ),
         "cycle_ms": statistics.median(r.cycle_ms for r in runs),
         "busy_ms": statistics.median(busies),
         "segments_ms": dict(last.segments_ms),
@@ -106,6 +123,14 @@ def measure(
     }
 
 
+def add_floors(row: dict[str, Any], layers: int, speculation: SpeculationConfig) -> None:
+    """The floor of the whole cycle and every part's share of its own."""
+    if row["distinct_experts"] is not None:
+        floors = floors_ms(layers, row["batch"], row["distinct_experts"], speculation)
+        row["floor_ms"] = sum(floors.values())
+        row["shares_of_floor"] = shares_of_floor(row["phases_ms"], floors)
+
+
 def plain_rows(
     emit: Emit, layers: int, batches: Sequence[int], repeats: int, name: str, **changes: Any
 ) -> None:
@@ -115,6 +140,5 @@ def plain_rows(
         emit(row="start", name=name, start_s=time.perf_counter() - start_s, notes=engine.notes)
         for batch in batches:
             row = measure(engine, batch, OFF, repeats)
-            if row["distinct_experts"] is not None:
-                row["floor_ms"] = floor_ms(layers, batch, row["distinct_experts"])
+            add_floors(row, layers, OFF)
             emit(row="decode", name=name, layers=layers, **row)

@@ -16,7 +16,17 @@ from bench.engine_peers import (
     stage_vllm48eagle,
 )
 from bench.engine_profile import stage_profile
-from bench.engine_rows import GRAPHS, K3, OFF, Emit, config, floor_ms, measure, plain_rows, requests
+from bench.engine_rows import (
+    GRAPHS,
+    K3,
+    OFF,
+    Emit,
+    add_floors,
+    config,
+    measure,
+    plain_rows,
+    requests,
+)
 from bench.engine_tiny import stage_diagnose, stage_fp32, stage_tiny
 from bench.engine_tp import stage_tp2, stage_tp2_one_gpu, stage_tp2spec
 from bench.engine_warm import stage_warm, stage_warm_tiny
@@ -63,8 +73,7 @@ def whole_model(emit: Emit, name: str, changes: dict[str, Any]) -> None:
         emit(row="start", name=name, start_s=time.perf_counter() - start_s)
         for batch, spec in ((1, OFF), (4, OFF), (1, K3), (4, K3)):
             row = measure(engine, batch, spec, 3)
-            if spec is OFF and row["distinct_experts"] is not None:
-                row["floor_ms"] = floor_ms(48, batch, row["distinct_experts"])
+            add_floors(row, 48, spec)
             emit(row="decode" if spec is OFF else "eagle3 k=3", name=name, layers=48, **row)
         verifies = [
             engine.generate(requests(1, 130, seed), K3, concurrency=1).segments_ms["verify"]
@@ -159,8 +168,8 @@ def show(row: dict[str, Any]) -> None:
     """One line of the table."""
     parts = [f"{row.get('name', ''):<34} {row.get('row', ''):<12}"]
     for key in (
-        "batch", "wall_ms", "wall_low_ms", "wall_high_ms", "late_wall_ms", "cycle_ms", "busy_ms",
-        "floor_ms", "distinct_experts", "accept_length", "tokens_per_s", "speedup", "same_outputs",
+        "batch", "wall_ms", "wall_low_ms", "wall_high_ms", "cycle_ms", "busy_ms", "floor_ms",
+        "shares_of_floor", "distinct_experts", "accept_length", "tokens_per_s", "speedup", "same_outputs",
         "start_s", "prefill_s", "verify_ms", "spread", "rc", "error", "eager_ms", "captured_ms",
         "on_ms", "off_ms", "cost", "prefill_ms", "long_ms", "decode_ms", "outside_decode_ms",
         "busy_us", "span_us", "num_kernels", "kernels_per_step", "segments_ms", "places",

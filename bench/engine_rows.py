@@ -76,7 +76,7 @@ def floors_ms(
 def shares_of_floor(
     phases_ms: Mapping[str, float], floors: Mapping[str, float]
 ) -> dict[str, float]:
-    """Each part's floor over its time; phases are named ``decode.moe``, ``verify.moe``, ``draft``."""
+    """Each part's floor over its time; phases are named ``decode.moe``, ``draft``, and so on."""
     times = {name.rpartition(".")[2]: ms for name, ms in phases_ms.items()}
     return {name: round(ms / times[name], 3) for name, ms in floors.items() if times.get(name)}
 

@@ -169,7 +169,8 @@ def show(row: dict[str, Any]) -> None:
     parts = [f"{row.get('name', ''):<34} {row.get('row', ''):<12}"]
     for key in (
         "batch", "wall_ms", "wall_low_ms", "wall_high_ms", "cycle_ms", "busy_ms", "floor_ms",
-        "shares_of_floor", "distinct_experts", "accept_length", "tokens_per_s", "speedup", "same_outputs",
+        "shares_of_floor", "distinct_experts", "accept_length", "tokens_per_s", "speedup",
+        "same_outputs",
         "start_s", "prefill_s", "verify_ms", "spread", "rc", "error", "eager_ms", "captured_ms",
         "on_ms", "off_ms", "cost", "prefill_ms", "long_ms", "decode_ms", "outside_decode_ms",
         "busy_us", "span_us", "num_kernels", "kernels_per_step", "segments_ms", "places",

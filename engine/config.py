@@ -191,8 +191,13 @@ class CudaGraph(Schema):
     draft: bool = False
     verify: bool = False
     extend: bool = False
-    #: chunks of a prompt
-    prefill: bool = False
+    #: chunks of a prompt; None: as decode
+    prefill: bool | None = None
+
+    @property
+    def captures_prefill(self) -> bool:
+        """Whether chunks of a prompt are captured."""
+        return self.decode if self.prefill is None else self.prefill
 
 
 class Host(Schema):

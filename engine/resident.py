@@ -77,7 +77,9 @@ class Resident:
         draws = torch.rand(NUM_DRAWS, bucket(slots), generator=torch.Generator().manual_seed(seed))
         next_draw_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._draws = Draws(draws.to(self.device), next_draw_1)
-        self.prefill = Prefill(model, draft_model, seeds, captured=graphs.prefill, spare_slot=slots)
+        self.prefill = Prefill(
+            model, draft_model, seeds, captured=graphs.captures_prefill, spare_slot=slots
+        )
         self._untimed = SegmentTimes(torch.device("cpu"))
 
     @property

@@ -104,6 +104,18 @@ def test_ranks_may_share_a_gpu_through_the_host() -> None:
     assert parse_config(_config(tp=2, device="cuda")).device_of(1) == 1
 
 
+@pytest.mark.parametrize(
+    ("graphs", "captured"),
+    [({}, False), ({"decode": True}, True), ({"decode": True, "prefill": False}, False),
+     ({"prefill": True}, True)],
+)  # fmt: skip
+def test_prefill_is_captured_with_decode_unless_switched_alone(
+    graphs: dict[str, bool], captured: bool
+) -> None:
+    config = parse_config(_config(device="cuda", cuda_graph=graphs))
+    assert config.cuda_graph.captures_prefill is captured
+
+
 def test_a_whole_best_config_is_read_by_its_engine_block_only() -> None:
     block = _config(tp=2, draft={"weights": "random"}, schedule=[])
     document = {

@@ -3,10 +3,12 @@
     python bench/kernel_variants.py --out DIR [--tokens 1x1 1x4 16x1 1x64] [--variants A B ...]
 
 Shapes of Qwen3-30B-A3B, bf16, context 1024, 8 layers and the head (their weights are many times any
-L2). A variant is what ops bring into L2, how, and which kernels may start early. Each is checked
-against the forward without any (same weights: the hidden state and the tokens), then all are
-replayed in turn, ``--rounds`` times. One process a size, restarted without the variant that failed;
-rows go to DIR/variants.jsonl as they are made, the table is printed last.
+L2). A variant is what ops bring into L2, which kernels may start early, which ops are one kernel,
+which configurations are forced. Where it changes a kernel, that is compared with its reference;
+then all are replayed in turn, ``--rounds`` times. One process a size, restarted without the variant
+that failed; rows go to DIR/variants.jsonl as they are made, the table is printed last. Differences
+to the plain forward in the rows' ``error`` are routing: two roundings choose other experts in a
+near-tie.
 """
 
 import argparse
@@ -15,6 +17,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -24,66 +28,102 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kernels import tune
-from kernels.catalog import QWEN3_30B_A3B
+from kernels import linear_route, moe_fused, tune, tuning
+from kernels.catalog import QWEN3_30B_A3B, layer_cases
 from kernels.forward import Forward, build_forward
 from kernels.launch import programmatic_launch
 from kernels.prefetch import prefetching
+from kernels.timing import relative_error
 
 DEVICE = torch.device("cuda")
-#: the small kernels around the router, and what follows them
-SMALL = frozenset({"linear_add", "norm_route"})
+#: relative error up to which a bf16 result counts as right
+MAX_ERROR = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way to run the same forward."""
+    """One way to run the same forward, at some sizes."""
 
     ahead: dict[str, str] = field(default_factory=dict)
     choice: str = "keep"
     pdl: bool | frozenset[str] = False
     fused: bool = False
+    hand_on: bool = False
+    force: dict[str, tuning.Config] = field(default_factory=dict)
+    sizes: tuple[str, ...] = ("1x1", "1x4", "16x1", "1x64")
 
 
-#: op -> what it brings; "next" is the next layer's QKV projection
-ROUTE, MOE = {"norm_route": "next"}, {"norm_moe_add": "next"}
-OUT, ROUTER = {"norm_linear": "out"}, {"linear_add": "router"}
+def _tile(
+    block_t: int, block_o: int, block_k: int, split_k: int, stages: int, num_warps: int, swap: int
+) -> tuning.Config:
+    return {
+        "vector": 0, "block_t": block_t, "block_o": block_o, "block_k": block_k,
+        "split_k": split_k, "stages": stages, "swap": swap, "norm_first": 1,
+        "num_warps": num_warps,
+    }  # fmt: skip
+
+
+def _text(config: tuning.Config) -> str:
+    kept = ("block_i", "block_o", "block_k", "unroll", "split_k", "stages", "num_warps")
+    return "/".join(str(config[name]) for name in kept if name in config)
+
+
+ONE, FEW = ("1x1",), ("1x4", "16x1")
 VARIANTS = {
     "plain": Variant(),
-    "fused": Variant(fused=True),
-    "fused+moe": Variant(ahead=MOE, fused=True),
-    "fused+out+moe": Variant(ahead=OUT | MOE, fused=True),
-    "fused+out+next": Variant(ahead=OUT | {"linear_route": "next"}, fused=True),
-    "fused+attn:out+moe": Variant(ahead={"qkv_attention": "out"} | MOE, fused=True),
-    "fused+pdl": Variant(pdl=True, fused=True),
-    "fused+pdl:route": Variant(pdl=frozenset({"linear_route", "other"}), fused=True),
-    "fused+pdl+moe": Variant(ahead=MOE, pdl=True, fused=True),
-    "out-by-qkv": Variant(ahead=OUT),
-    "router": Variant(ahead=ROUTER),
-    "next-by-moe": Variant(ahead=MOE, choice="normal"),
-    "next-by-moe-kept": Variant(ahead=MOE),
-    "next-by-route": Variant(ahead=ROUTE),
-    "next-by-route-normal": Variant(ahead=ROUTE, choice="normal"),
-    "out+router+moe": Variant(ahead=OUT | ROUTER | MOE),
-    "out+router+route": Variant(ahead=OUT | ROUTER | ROUTE),
-    "out+router+route+moe": Variant(ahead=OUT | ROUTER | ROUTE | MOE),
-    "attn:out": Variant(ahead={"qkv_attention": "out"}),
-    "attn:out+router+moe": Variant(ahead={"qkv_attention": "out"} | ROUTER | MOE),
-    "attn:out+router+route": Variant(ahead={"qkv_attention": "out"} | ROUTER | ROUTE),
-    "pdl:all": Variant(pdl=True),
-    "pdl:linear_add": Variant(pdl=frozenset({"linear_add", "other"})),
-    "pdl:small": Variant(pdl=SMALL | {"other"}),
-    "pdl:small+gate_up": Variant(pdl=SMALL | {"other", "moe_gate_up"}),
-    "pdl:moe_down": Variant(pdl=frozenset({"moe_gate_up", "moe_down"})),
-    "pdl:dense": Variant(pdl=frozenset({"norm_linear", "other", "linear_add", "norm_route"})),
-    "pdl:dense+next-by-moe": Variant(
-        ahead=MOE, pdl=frozenset({"norm_linear", "other", "linear_add", "norm_route"})
+    "route": Variant(fused=True),
+    "route+norm": Variant(fused=True, hand_on=True),
+    "route+pdl": Variant(fused=True, pdl=frozenset({"linear_route", "other"})),
+    "route+norm+pdl": Variant(
+        fused=True, hand_on=True, pdl=frozenset({"linear_route", "other", "norm_linear"})
     ),
-    "pdl:all+router+route": Variant(ahead=ROUTER | ROUTE, pdl=True),
+    "pdl": Variant(pdl=frozenset({"linear_add", "norm_route", "other"})),
 }
+for _config in moe_fused.candidates(4, 768, 2048)[1:]:
+    VARIANTS[f"moe {_text(_config)}"] = Variant(force={"moe_fused": _config}, sizes=("1x1", "1x4"))
+VARIANTS["moe+route"] = Variant(
+    fused=True, force={"moe_fused": moe_fused.candidates(4, 768, 2048)[1]}, sizes=("1x1", "1x4")
+)
+for _config in linear_route.candidates(1, 2048, 4096)[1:7]:
+    VARIANTS[f"route {_text(_config)}"] = Variant(
+        fused=True, force={"linear_route": _config}, sizes=ONE
+    )
+for _tiles in ((64, 64, 4, 6, 4, 1), (64, 128, 8, 4, 4, 1), (128, 128, 8, 3, 4, 1),
+               (64, 128, 4, 4, 8, 1), (128, 128, 8, 3, 8, 1), (32, 128, 4, 5, 4, 0)):  # fmt: skip
+    _config = _tile(16, *_tiles)
+    VARIANTS[f"route {_text(_config)}"] = Variant(
+        fused=True, force={"linear_route": _config}, sizes=FEW
+    )
+for _tiles in ((128, 64, 1, 3, 4, 1), (128, 64, 1, 4, 8, 1), (64, 128, 1, 3, 4, 1),
+               (128, 128, 1, 2, 4, 1)):  # fmt: skip
+    _config = _tile(64, *_tiles)
+    VARIANTS[f"head {_text(_config)}"] = Variant(force={"lm_head": _config}, sizes=("1x64",))
+for _tiles in ((64, 64, 4, 5, 4, 1), (64, 128, 2, 4, 4, 1), (128, 128, 4, 3, 8, 1)):
+    _config = _tile(64, *_tiles)
+    VARIANTS[f"norm+qkv {_text(_config)}"] = Variant(
+        fused=True, hand_on=True, force={"norm_linear": _config}, sizes=("1x64",)
+    )
+    VARIANTS[f"out {_text(_config)}"] = Variant(force={"linear_add": _config}, sizes=("1x64",))
 
 #: variants whose kernels are listed one by one
-PROFILED = ("plain", "out+router+route+moe", "pdl:all", "fused", "fused+out+moe")
+PROFILED = ("plain", "route+norm", "moe 4/4/4/4", "moe+route")
+
+
+def _note(out: Path, row: dict[str, object]) -> None:
+    with out.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+@contextmanager
+def _as(forward: Forward, variant: Variant) -> Iterator[None]:
+    forward.prefetch, forward.fused = variant.ahead, variant.fused
+    forward.hand_on = variant.hand_on
+    with ExitStack() as stack:
+        stack.enter_context(programmatic_launch(variant.pdl))
+        stack.enter_context(prefetching(variant.choice))
+        for op, config in variant.force.items():
+            stack.enter_context(tuning.forced(op, config))
+        yield
 
 
 def _event() -> torch.cuda.Event:
@@ -111,8 +151,7 @@ def _profile(graph: torch.cuda.CUDAGraph) -> list[dict[str, object]]:
 
 
 def _capture(forward: Forward, variant: Variant) -> torch.cuda.CUDAGraph:
-    forward.prefetch, forward.fused = variant.ahead, variant.fused
-    with programmatic_launch(variant.pdl), prefetching(variant.choice):
+    with _as(forward, variant):
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -143,8 +182,7 @@ def worker(size_text: str, names: list[str], rounds: int, layers: int, out: Path
     hidden = token = torch.empty(0)
 
     def note(row: dict[str, object]) -> None:
-        with out.open("a") as file:
-            file.write(json.dumps({"size": size_text, "layers": layers} | row) + "\n")
+        _note(out, {"size": size_text, "layers": layers} | row)
 
     for name in names:
         note({"variant": name, "state": "started"})
@@ -186,21 +224,33 @@ def worker(size_text: str, names: list[str], rounds: int, layers: int, out: Path
                 note({"variant": name, "state": "no profile", "failure": repr(error)[:300]})
 
 
-def compile_kernels(size_text: str, names: list[str]) -> None:
-    """Run each variant once with one layer: Triton's disk cache then has its kernels."""
-    forward = build_forward(
-        QWEN3_30B_A3B, 1, tune.parse_size(size_text), 1024, DEVICE, torch.bfloat16
-    )
+def compile_kernels(size_text: str, names: list[str], out: Path) -> None:
+    """Run each variant once with one layer: Triton's disk cache then has its kernels.
+
+    Where it changes a kernel, that kernel is compared with its reference.
+    """
+    size = tune.parse_size(size_text)
+    forward = build_forward(QWEN3_30B_A3B, 1, size, 1024, DEVICE, torch.bfloat16)
+    cases = [
+        case
+        for case in layer_cases(QWEN3_30B_A3B, *size, 1024)
+        if case.name in ("linear_route", "norm_moe_add", "norm_linear", "linear_add")
+    ]
     for name in names:
         variant = VARIANTS[name]
-        forward.prefetch, forward.fused = variant.ahead, variant.fused
         try:
-            with programmatic_launch(variant.pdl), prefetching(variant.choice):
+            with _as(forward, variant):
                 forward.run()
-            torch.cuda.synchronize()
+                torch.cuda.synchronize()
+                for case in cases:
+                    if variant.fused or variant.force:
+                        error = relative_error(case, case.make(DEVICE, torch.bfloat16))
+                        _note(out, {"size": size_text, "variant": name, "state": "checked",
+                                    "case": case.name, "error": error})  # fmt: skip
+            _note(out, {"size": size_text, "variant": name, "state": "compiled"})
         except Exception as error:  # noqa: BLE001 - reported when it is timed
-            print(f"compiling {size_text} {name}: {repr(error)[:300]}", file=sys.stderr)
-            return
+            _note(out, {"size": size_text, "variant": name, "state": "failed",
+                        "failure": repr(error)[:300]})  # fmt: skip
 
 
 def _compile_all(args: argparse.Namespace, names: list[str]) -> None:
@@ -208,10 +258,10 @@ def _compile_all(args: argparse.Namespace, names: list[str]) -> None:
     each = max(1, args.workers // len(args.tokens))
     command = [sys.executable, __file__, "--out", str(args.out), "--compile"]
     running = [
-        subprocess.Popen([*command, size, "--variants", *names[part::each]])
-        for size in args.tokens
+        subprocess.Popen([*command, size, "--variants", *mine[part::each]])
+        for size, mine in ((size, _of_size(names, size)) for size in args.tokens)
         for part in range(each)
-        if names[part::each]
+        if mine[part::each]
     ]
     end = time.monotonic() + args.limit_s
     for process in running:
@@ -219,6 +269,10 @@ def _compile_all(args: argparse.Namespace, names: list[str]) -> None:
             process.wait(max(0.1, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+def _of_size(names: list[str], size: str) -> list[str]:
+    return [name for name in names if size in VARIANTS[name].sizes]
 
 
 def _rows(path: Path) -> list[dict[str, object]]:
@@ -237,7 +291,7 @@ def _run_size(size: str, names: list[str], args: argparse.Namespace, out: Path) 
             )
         except subprocess.TimeoutExpired:
             done = None
-        rows = [row for row in _rows(out) if row["size"] == size]
+        rows = [row for row in _rows(out) if row["size"] == size and "layers" in row]
         if any(row["state"] == "timed" for row in rows) or (done and done.returncode == 0):
             return
         started = [str(row["variant"]) for row in rows if row["state"] == "started"]
@@ -265,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"unknown variants {unknown}; known: {', '.join(VARIANTS)}", file=sys.stderr)
         return 2
     if args.compile:
-        compile_kernels(args.compile, args.variants)
+        compile_kernels(args.compile, args.variants, out)
         return 0
     if args.worker:
         worker(args.worker, args.variants, args.rounds, args.layers, out)
@@ -276,7 +330,9 @@ def main(argv: list[str] | None = None) -> int:
     _compile_all(args, names)
     print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
     for size in args.tokens:
-        _run_size(size, names, args, out)
+        # what did not come through alone would cost the others their time
+        able = {r["variant"] for r in _rows(out) if (r["size"], r["state"]) == (size, "compiled")}
+        _run_size(size, [name for name in _of_size(names, size) if name in able], args, out)
     timed = {(r["size"], r["variant"]): r for r in _rows(out) if r["state"] == "timed"}
     print(f"{'variant':<26}" + "".join(f"{size:>20}" for size in args.tokens))
     for name in names:
@@ -285,13 +341,14 @@ def main(argv: list[str] | None = None) -> int:
             row, base = timed.get((size, name)), timed.get((size, "plain"))
             text = "-"
             if row and base:
-                wrong = "!" if float(row["error"]) > 0.02 else ""  # type: ignore[arg-type]
-                text = f"{row['us']:.0f} ({row['us'] - base['us']:+.0f}){wrong}"  # type: ignore[operator]
+                text = f"{row['us']:.0f} ({row['us'] - base['us']:+.0f})"  # type: ignore[operator]
             cells += f"{text:>20}"
         print(f"{name:<26}{cells}")
     for row in _rows(out):
         if row["state"] == "failed":
             print(f"failed: {row['size']} {row['variant']}: {row['failure']}")
+        elif row["state"] == "checked" and not float(row["error"]) <= MAX_ERROR:  # type: ignore[arg-type]
+            print(f"wrong: {row['size']} {row['variant']} {row['case']}: {row['error']}")
     print(f"{time.monotonic() - start:.0f} s on {os.uname().nodename}; rows in {out}")
     return 0
 

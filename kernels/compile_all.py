@@ -23,7 +23,16 @@ from typing import Any
 
 import torch
 
-from kernels import attention_kernel, linear, linear_route, moe_down, moe_gate_up, router, tuning
+from kernels import (
+    attention_kernel,
+    linear,
+    linear_route,
+    moe_down,
+    moe_fused,
+    moe_gate_up,
+    router,
+    tuning,
+)
 from kernels.basic_cases import basic_cases
 from kernels.catalog import MIXTRAL_8X7B_TP8, QWEN3_30B_A3B, Case, Dims, layer_cases
 from kernels.compile_unit import SHARED_LIMIT_BYTES, Unit, compile_unit, unit_of
@@ -66,6 +75,8 @@ def candidates_for(op: str, dims: Dims, num_sequences: int, num_tokens: int) -> 
         return router.candidates(rows, dims.experts)
     if op == "moe_gate_up":
         return moe_gate_up.candidates(rows, rows * dims.top_k, dims.hidden)
+    if op == "moe_fused":
+        return moe_fused.candidates(rows, dims.inter, dims.hidden)
     if op == "moe_down":
         return moe_down.candidates(rows, rows * dims.top_k, dims.inter)
     if op in ("qkv_attention", "tree_attention"):

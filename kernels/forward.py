@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kernels.catalog import Dims, Inputs, attention_case, layer_cases
+from kernels.norm import Normed
 from kernels.opset import OpSet, opset
 
 EPS = 1e-6
@@ -30,6 +31,8 @@ class Forward:
     head: Inputs
     #: the output projection and the router as one op
     fused: bool = False
+    #: with it, the experts' last kernel hands the next layer its norm
+    hand_on: bool = False
     #: op -> what it brings into L2: "out", "router", or "next" (the next layer's QKV projection)
     prefetch: dict[str, str] = field(default_factory=dict)
     token: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -38,33 +41,42 @@ class Forward:
 
     def run(self) -> None:
         """The layers, then the head with its argmax."""
-        x, ops, self.experts = self.x, self.ops, []
-        for i, w in enumerate(self.layers):
-            ahead = self._ahead(i)
-            qkv = ops.norm_linear(x, w["norm"], EPS, w["qkv"], **ahead["norm_linear"])
-            o = ops.qkv_attention(
-                qkv, w["q_norm"], w["k_norm"], EPS, w["position"], w["cos"], w["sin"],
-                w["k_cache"], w["v_cache"], w["slot"], w["prefix"], w["mask"],
-                self.dims.head_size**-0.5, **ahead["qkv_attention"],
-            )  # fmt: skip
-            given = ahead["norm_moe_add"]
-            if self.fused:
-                x, weight, expert, normed = ops.linear_route(
-                    o, w["out"], x, w["norm"], EPS, w["router"], self.dims.top_k,
-                    **ahead["linear_route"],
-                )  # fmt: skip
-                given = given | {"normed": normed}
-            else:
-                x = ops.linear_add(o, w["out"], x, **ahead["linear_add"])
-                weight, expert = ops.norm_route(
-                    x, w["norm"], EPS, w["router"], self.dims.top_k, **ahead["norm_route"]
-                )
-            self.experts.append(expert)
-            x = ops.norm_moe_add(
-                x, w["norm"], EPS, w["gate_up"], w["down"], weight, expert, x, **given
-            )
+        x, normed, self.experts = self.x, None, []
+        for i in range(len(self.layers)):
+            x, normed = self._layer(i, x, normed)
         self.hidden = x
-        self.token, _ = ops.norm_linear_argmax(x, self.head["norm"], EPS, self.head["w"])
+        head = self.head
+        self.token, _ = self.ops.norm_linear_argmax(x, head["norm"], EPS, head["w"], normed=normed)
+
+    def _layer(
+        self, i: int, x: torch.Tensor, normed: Normed | None
+    ) -> tuple[torch.Tensor, Normed | None]:
+        ops, w, ahead = self.ops, self.layers[i], self._ahead(i)
+        qkv = ops.norm_linear(x, w["norm"], EPS, w["qkv"], normed=normed, **ahead["norm_linear"])
+        o = ops.qkv_attention(
+            qkv, w["q_norm"], w["k_norm"], EPS, w["position"], w["cos"], w["sin"],
+            w["k_cache"], w["v_cache"], w["slot"], w["prefix"], w["mask"],
+            self.dims.head_size**-0.5, **ahead["qkv_attention"],
+        )  # fmt: skip
+        if not self.fused:
+            x = ops.linear_add(o, w["out"], x, **ahead["linear_add"])
+            weight, expert = ops.norm_route(
+                x, w["norm"], EPS, w["router"], self.dims.top_k, **ahead["norm_route"]
+            )
+            self.experts.append(expert)
+            experts = (w["norm"], EPS, w["gate_up"], w["down"], weight, expert)
+            return ops.norm_moe_add(x, *experts, x, **ahead["norm_moe_add"]), None
+        x, weight, expert, normed = ops.linear_route(
+            o, w["out"], x, w["norm"], EPS, w["router"], self.dims.top_k, **ahead["linear_route"]
+        )
+        self.experts.append(expert)
+        experts = (w["norm"], EPS, w["gate_up"], w["down"], weight, expert)
+        given = ahead["norm_moe_add"] | {"normed": normed}
+        if not self.hand_on:
+            return ops.norm_moe_add(x, *experts, x, **given), None
+        following = self.layers[i + 1] if i + 1 < len(self.layers) else self.head
+        x, normed = ops.norm_moe_add_norm(x, *experts, x, following["norm"], **given)
+        return x, normed
 
     def _ahead(self, layer: int) -> dict[str, dict[str, Any]]:
         """What each op of a layer brings into L2, as its keyword argument."""

@@ -10,10 +10,15 @@ import triton.language as tl
 from kernels.device import wait_for_predecessor
 from kernels.launch import launch, pdl_for, pow2
 from kernels.linear import norm_linear_ref, run_linear
+from kernels.norm import Normed
 
 
 def norm_linear_argmax_ref(
-    x_TH: torch.Tensor, norm_weight_H: torch.Tensor, eps: float, weight_VH: torch.Tensor
+    x_TH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    eps: float,
+    weight_VH: torch.Tensor,
+    normed: Normed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(token_T int64, logit_T fp32)``: the largest logit of ``rms_norm(x) W^T`` and its place.
 
@@ -46,12 +51,17 @@ def argmax_blocks_kernel(
 
 
 def norm_linear_argmax(
-    x_TH: torch.Tensor, norm_weight_H: torch.Tensor, eps: float, weight_VH: torch.Tensor
+    x_TH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    eps: float,
+    weight_VH: torch.Tensor,
+    normed: Normed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``norm_linear_argmax_ref``; the logits never reach memory."""
     _, _, value, index = run_linear(
-        "lm_head", x_TH, weight_VH, gain_K=norm_weight_H, eps=eps, store=False, argmax=True
-    )
+        "lm_head", x_TH, weight_VH, gain_K=norm_weight_H, eps=eps, store=False, argmax=True,
+        normed=normed,
+    )  # fmt: skip
     assert value is not None
     assert index is not None
     num_blocks, num_tokens = value.shape
@@ -66,9 +76,15 @@ def norm_linear_argmax(
 
 
 def norm_lm_head(
-    x_TH: torch.Tensor, norm_weight_H: torch.Tensor, eps: float, weight_VH: torch.Tensor
+    x_TH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    eps: float,
+    weight_VH: torch.Tensor,
+    normed: Normed | None = None,
 ) -> torch.Tensor:
     """``norm_linear_ref`` with a configuration of its own: the logits ``y_TV``."""
-    out, _, _, _ = run_linear("lm_head", x_TH, weight_VH, gain_K=norm_weight_H, eps=eps)
+    out, _, _, _ = run_linear(
+        "lm_head", x_TH, weight_VH, gain_K=norm_weight_H, eps=eps, normed=normed
+    )
     assert out is not None
     return out

@@ -160,16 +160,17 @@ def linear_route(
     blocks = cdiv(num_outputs, block_o)
     out_TO, weighted_TO = (x_TK.new_empty(num_tokens, num_outputs) for _ in range(2))
     fp32 = {"dtype": torch.float32, "device": device}
-    scale_T = torch.empty(num_tokens, **fp32)
+    squares_NT = torch.empty(1, num_tokens, **fp32)
     weight_TK = torch.empty(num_tokens, top_k, **fp32)
     expert_TK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=device)
     split = config.get("split_k", 1)
-    partial = torch.empty(blocks * split * 16 * block_o, **fp32) if split > 1 else scale_T
+    partial = torch.empty(blocks * split * 16 * block_o, **fp32) if split > 1 else squares_NT
     pdl = pdl_for(device, OP)
     ahead, ahead_bytes, mode = prefetch_arguments(prefetch, x_TK)
     arguments = (
         x_TK, weight_OK, x_TK if residual_TO is None else residual_TO, out_TO, norm_weight_O,
-        router_EO, x_TK if bias_E is None else bias_E, weighted_TO, scale_T, weight_TK, expert_TK,
+        router_EO, x_TK if bias_E is None else bias_E, weighted_TO, squares_NT, weight_TK,
+        expert_TK,
         partial, torch.empty(blocks * num_tokens * block_e, **fp32),
         torch.empty(blocks * num_tokens, **fp32), arrival_counters(device, blocks + 1),
         ahead, ahead_bytes, num_outputs, x_TK.stride(0), weight_OK.stride(0), router_EO.stride(0),
@@ -193,4 +194,4 @@ def linear_route(
             linear_route_matrix_kernel, (blocks, split), *arguments, **flags, BLOCK_T=16,
             SPLIT_K=split, STAGES=config["stages"], SWAP=bool(config["swap"]), PRECISION="ieee",
         )  # fmt: skip
-    return Routed(out_TO, weight_TK, expert_TK, Normed(weighted_TO, scale_T))
+    return Routed(out_TO, weight_TK, expert_TK, Normed(weighted_TO, squares_NT))

@@ -17,7 +17,7 @@ from kernels.router import choose
 
 @triton.jit
 def linear_route_vector_kernel(
-    x, weight, residual, out, gain, router, bias, normed, norm_scale, out_weight, out_expert,
+    x, weight, residual, out, gain, router, bias, normed, norm_squares, out_weight, out_expert,
     partial, partial_logits, partial_squares, counters, ahead, ahead_bytes,
     OUT, x_stride, weight_stride, router_stride, eps, scale,
     T: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr,
@@ -68,7 +68,7 @@ def linear_route_vector_kernel(
     tl.store(partial_squares + pid, tl.sum(wide * wide, axis=0))
     if last_to_arrive(counters, NUM_BLOCKS):
         _choose_from_shares(
-            partial_logits, partial_squares, bias, norm_scale, out_weight, out_expert, OUT, eps,
+            partial_logits, partial_squares, bias, norm_squares, out_weight, out_expert, OUT, eps,
             scale, T, E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, NUM_BLOCKS, BLOCK_N, BLOCK_R,
             BLOCK_E, BLOCK_TOP,
         )  # fmt: skip
@@ -76,7 +76,7 @@ def linear_route_vector_kernel(
 
 @triton.jit
 def linear_route_matrix_kernel(
-    x, weight, residual, out, gain, router, bias, normed, norm_scale, out_weight, out_expert,
+    x, weight, residual, out, gain, router, bias, normed, norm_squares, out_weight, out_expert,
     partial, partial_logits, partial_squares, counters, ahead, ahead_bytes,
     OUT, x_stride, weight_stride, router_stride, eps, scale,
     T: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr,
@@ -136,7 +136,7 @@ def linear_route_matrix_kernel(
         tl.store(partial_squares + pid_o * T + t, tl.sum(wide * wide, axis=1), mask=t < T)
         if last_to_arrive(counters + NUM_BLOCKS, NUM_BLOCKS):
             _choose_from_shares(
-                partial_logits, partial_squares, bias, norm_scale, out_weight, out_expert, OUT,
+                partial_logits, partial_squares, bias, norm_squares, out_weight, out_expert, OUT,
                 eps, scale, T, E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, NUM_BLOCKS, BLOCK_N,
                 BLOCK_R, BLOCK_E, BLOCK_TOP,
             )  # fmt: skip
@@ -144,7 +144,7 @@ def linear_route_matrix_kernel(
 
 @triton.jit
 def _choose_from_shares(
-    partial_logits, partial_squares, bias, norm_scale, out_weight, out_expert, OUT, eps, scale,
+    partial_logits, partial_squares, bias, norm_squares, out_weight, out_expert, OUT, eps, scale,
     T: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, HAS_BIAS: tl.constexpr,
     SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr,
@@ -177,9 +177,9 @@ def _choose_from_shares(
             squares += tl.load(
                 partial_squares + n * T + r, mask=r < T, other=0.0, cache_modifier=".cg"
             )
-    norm = tl.rsqrt(squares / OUT + eps)
-    tl.store(norm_scale + r, norm, mask=r < T)
+    tl.store(norm_squares + r, squares, mask=r < T)
     choose(
-        logits * norm[:, None], r, r < T, bias, out_weight, out_expert, scale,
+        logits * tl.rsqrt(squares / OUT + eps)[:, None], r, r < T, bias, out_weight, out_expert,
+        scale,
         E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, BLOCK_R, BLOCK_E, BLOCK_TOP,
     )  # fmt: skip

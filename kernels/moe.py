@@ -6,7 +6,7 @@ T tokens, H hidden, E experts, K experts per token, I this shard's intermediate 
 import torch
 from torch.nn.functional import linear, silu
 
-from kernels import moe_down, moe_gate_up
+from kernels import moe_down, moe_fused, moe_gate_up
 from kernels.launch import require
 from kernels.moe_rows import make_slots
 from kernels.norm import Normed, rms_norm_ref
@@ -123,7 +123,8 @@ def _run(
     out_TH: torch.Tensor | None,
     prefetch: torch.Tensor | None = None,
     normed: Normed | None = None,
-) -> torch.Tensor:
+    next_gain_H: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Normed | None]:
     num_experts, double, hidden = gate_up_EJH.shape
     inter = double // 2
     num_tokens, top_k = expert_TK.shape
@@ -166,6 +167,21 @@ def _run(
         shape,
         lambda: moe_down.default_config(num_tokens, num_pairs, inter, size),
     )
+    squares_NT = None
+    if normed is not None:
+        require(
+            normed.weighted_TH.shape == x_TH.shape and normed.weighted_TH.is_contiguous(),
+            f"moe: the normed rows {list(normed.weighted_TH.shape)} do not fit x",
+        )
+        (x_TH, squares_NT), norm_weight_H = normed, None
+    out = x_TH.new_empty(num_tokens, hidden) if out_TH is None else out_TH
+    fused = config_for(moe_fused.OP, device, shape, moe_fused.default_config)
+    if fused["enabled"] and num_tokens <= moe_fused.MAX_TOKENS:
+        moe_fused.run_fused(
+            x_TH, norm_weight_H, squares_NT, eps, gate_up_EJH, down_EHI, weight_TK, expert_TK,
+            residual_TH, out, fused,
+        )  # fmt: skip
+        return out, None
     active = None
     if second["scheme"] == moe_down.STATIONARY:
         require(
@@ -174,20 +190,12 @@ def _run(
         )
         active = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     slots = make_slots(expert_TK, num_experts, first.get("block_t", 16))
-    scale_T = None
-    if normed is not None:
-        require(
-            normed.weighted_TH.shape == x_TH.shape and normed.weighted_TH.is_contiguous(),
-            f"moe: the normed rows {list(normed.weighted_TH.shape)} do not fit x",
-        )
-        (x_TH, scale_T), norm_weight_H = normed, None
     hidden_PI = moe_gate_up.run_gate_up(
-        x_TH, norm_weight_H, eps, gate_up_EJH, expert_TK, first, slots, active, scale_T
+        x_TH, norm_weight_H, eps, gate_up_EJH, expert_TK, first, slots, active, squares_NT
     )
-    out = x_TH.new_empty(num_tokens, hidden) if out_TH is None else out_TH
     if second.get("block_t", 16) != first.get("block_t", 16):
         slots = make_slots(expert_TK, num_experts, second.get("block_t", 16))
-    moe_down.run_down(
+    following = moe_down.run_down(
         hidden_PI,
         down_EHI,
         weight_TK,
@@ -197,9 +205,9 @@ def _run(
         second,
         slots,
         active,
-        prefetch,
-    )
-    return out
+        prefetch, next_gain_H,
+    )  # fmt: skip
+    return out, following
 
 
 def moe_mlp(
@@ -210,7 +218,7 @@ def moe_mlp(
     expert_TK: torch.Tensor,
 ) -> torch.Tensor:
     """As ``moe_mlp_ref``."""
-    return _run(x_TH, None, 0.0, gate_up_EJH, down_EHI, weight_TK, expert_TK, None, None)
+    return _run(x_TH, None, 0.0, gate_up_EJH, down_EHI, weight_TK, expert_TK, None, None)[0]
 
 
 def norm_moe_add(
@@ -234,4 +242,47 @@ def norm_moe_add(
     return _run(
         x_TH, norm_weight_H, eps, gate_up_EJH, down_EHI, weight_TK, expert_TK, residual_TH, out_TH,
         prefetch, normed,
+    )[0]  # fmt: skip
+
+
+def norm_moe_add_norm_ref(
+    x_TH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    eps: float,
+    gate_up_EJH: torch.Tensor,
+    down_EHI: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    residual_TH: torch.Tensor | None,
+    next_gain_H: torch.Tensor,
+    prefetch: torch.Tensor | None = None,
+    normed: Normed | None = None,
+) -> tuple[torch.Tensor, Normed | None]:
+    """``norm_moe_add`` and the norm with ``next_gain`` of its result, for the layer that follows.
+
+    Here, and where a kernel would not gain by it, the norm is None: the layer takes its own.
+    """
+    out_TH = norm_moe_add_ref(
+        x_TH, norm_weight_H, eps, gate_up_EJH, down_EHI, weight_TK, expert_TK, residual_TH
+    )
+    return out_TH, None
+
+
+def norm_moe_add_norm(
+    x_TH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    eps: float,
+    gate_up_EJH: torch.Tensor,
+    down_EHI: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    residual_TH: torch.Tensor | None,
+    next_gain_H: torch.Tensor,
+    prefetch: torch.Tensor | None = None,
+    normed: Normed | None = None,
+) -> tuple[torch.Tensor, Normed | None]:
+    """As ``norm_moe_add_norm_ref``; ``prefetch`` and ``normed`` as ``norm_moe_add`` has them."""
+    return _run(
+        x_TH, norm_weight_H, eps, gate_up_EJH, down_EHI, weight_TK, expert_TK, residual_TH, None,
+        prefetch, normed, next_gain_H,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from kernels.moe_down_kernels import (
     down_vector_kernel,
 )
 from kernels.moe_rows import MAX_PAIRS_UNSORTED, Slots
+from kernels.norm import Normed
 from kernels.prefetch import prefetch_arguments
 from kernels.tuning import Config
 
@@ -99,10 +100,12 @@ def run_down(
     slots: Slots,
     active: torch.Tensor | None,
     prefetch: torch.Tensor | None,
-) -> None:
+    next_gain_H: torch.Tensor | None = None,
+) -> Normed | None:
     """Write ``out_TH``; ``active`` is what ``run_gate_up`` filled (stationary scheme only).
 
-    The last kernel brings ``prefetch`` into L2.
+    The last kernel brings ``prefetch`` into L2. With ``next_gain_H`` returns the norm of the result
+    taken apart, except in the vector scheme: its many small programs would leave too many parts.
     """
     num_experts, hidden, inter = down_EHI.shape
     num_tokens, top_k = expert_TK.shape
@@ -122,8 +125,18 @@ def run_down(
             BLOCK_O=config["block_o"], BLOCK_I=config["block_i"], UNROLL=config["unroll"],
             **common,
         )  # fmt: skip
-        return
-    if config["scheme"] == STATIONARY:
+        return None
+    block = min(1024, pow2(hidden))
+    stationary = config["scheme"] == STATIONARY
+    following = None
+    if next_gain_H is not None:
+        parts = blocks if stationary else cdiv(hidden, block)
+        squares_NT = torch.empty(parts, num_tokens, dtype=torch.float32, device=device)
+        following = Normed(torch.empty_like(out_TH), squares_NT)
+    # what a flag switches off still needs a pointer of a fixed type
+    handed_on = (next_gain_H, *following) if following is not None else (out_TH, out_TH, out_TH)
+    has_next = following is not None
+    if stationary:
         assert active is not None
         split, block_o = config["split"], config["block_o"]
         partial, counters = out_TH, out_TH
@@ -133,13 +146,15 @@ def run_down(
             counters = arrival_counters(device, blocks)
         launch(
             down_stationary_kernel, (blocks, split), hidden_PI, down_EHI, weight_TK, expert_TK,
-            active, active[num_experts:], residual, out_TH, partial, counters,
+            active, active[num_experts:], residual, out_TH, *handed_on, partial,
+            counters,
             ahead, ahead_bytes, num_tokens, hidden, *strides, INTER=inter, K=top_k,
-            HAS_RESIDUAL=has_residual, SPLIT=split, BLOCK_T=MAX_STATIONARY_TOKENS,
+            HAS_RESIDUAL=has_residual, HAS_NEXT=has_next, SPLIT=split,
+            BLOCK_T=MAX_STATIONARY_TOKENS,
             BLOCK_K=pow2(top_k), BLOCK_O=block_o, BLOCK_I=config["block_i"],
             STAGES=config["stages"], PRECISION="ieee", PREFETCH=mode, **common,
         )  # fmt: skip
-        return
+        return following
     pairs_PH = torch.empty(num_tokens * top_k, hidden, dtype=torch.float32, device=device)
     if config["scheme"] == SHARED:
         require(
@@ -161,9 +176,9 @@ def run_down(
             BLOCK_I=config["block_i"], STAGES=config["stages"], SWAP=bool(config.get("swap")),
             PRECISION="ieee", **common,
         )  # fmt: skip
-    block = min(1024, pow2(hidden))
     launch(
         combine_kernel, (cdiv(hidden, block), num_tokens), pairs_PH, residual, out_TH,
-        ahead, ahead_bytes, hidden, K=top_k, HAS_RESIDUAL=has_residual, BLOCK=block,
-        PREFETCH=mode, PDL=pdl, launch_pdl=pdl, num_warps=4,
+        *handed_on, ahead, ahead_bytes, hidden, K=top_k, HAS_RESIDUAL=has_residual,
+        HAS_NEXT=has_next, BLOCK=block, PREFETCH=mode, PDL=pdl, launch_pdl=pdl, num_warps=4,
     )  # fmt: skip
+    return following

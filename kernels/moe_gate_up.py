@@ -17,7 +17,7 @@ from kernels.moe_rows import (
     num_rows_of_slot,
     pairs_of_slot,
 )
-from kernels.norm import rms_norm
+from kernels.norm import rms_norm, row_scale
 from kernels.tuning import Config
 
 #: pairs up to which the vector kernels may be the faster ones
@@ -27,11 +27,23 @@ MATRIX, PAIR, SHARED = 0, 1, 2
 
 
 @triton.jit
+def _scale_of_pair(
+    norm_squares, pair, P, eps, H: tl.constexpr, K: tl.constexpr, NORM_PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):  # fmt: skip
+    n = tl.arange(0, BLOCK_PARTS)
+    parts = tl.load(norm_squares + n * (P // K) + pair // K, mask=n < NORM_PARTS, other=0.0)
+    return tl.rsqrt(tl.sum(parts, axis=0) / H + eps)
+
+
+@triton.jit
 def gate_up_vector_kernel(
-    x, gain, norm_scale, gate_up, experts, out, active, num_active, P, eps, x_stride, expert_stride,
+    x, gain, norm_squares, gate_up, experts, out, active, num_active, P, eps, x_stride,
+    expert_stride,
     row_stride,
     H: tl.constexpr, INTER: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_SCALE: tl.constexpr, LIST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    NORM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, LIST: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0)
@@ -68,8 +80,8 @@ def gate_up_vector_kernel(
         scale = tl.rsqrt(tl.sum(squares, axis=0) / H + eps)
         g *= scale
         u *= scale
-    if HAS_SCALE:
-        scale = tl.load(norm_scale + pair // K)
+    if NORM_PARTS:
+        scale = _scale_of_pair(norm_squares, pair, P, eps, H, K, NORM_PARTS, BLOCK_PARTS)
         g *= scale
         u *= scale
     y = g / (1.0 + tl.exp(-g)) * u
@@ -78,10 +90,12 @@ def gate_up_vector_kernel(
 
 @triton.jit
 def gate_up_shared_kernel(
-    x, gain, norm_scale, gate_up, experts, out, active, num_active, P, eps, x_stride, expert_stride,
+    x, gain, norm_squares, gate_up, experts, out, active, num_active, P, eps, x_stride,
+    expert_stride,
     row_stride,
     H: tl.constexpr, INTER: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_SCALE: tl.constexpr, LIST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    NORM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, LIST: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # whole rows of an expert stay in registers while its tokens pass by, one after the other
@@ -114,8 +128,8 @@ def gate_up_shared_kernel(
             v *= tl.rsqrt(tl.sum(v * v, axis=0) / H + eps) * factor
         g = tl.sum(w_gate.to(tl.float32) * v[None, :], axis=1)
         u = tl.sum(w_up.to(tl.float32) * v[None, :], axis=1)
-        if HAS_SCALE:
-            scale = tl.load(norm_scale + pair // K)
+        if NORM_PARTS:
+            scale = _scale_of_pair(norm_squares, pair, P, eps, H, K, NORM_PARTS, BLOCK_PARTS)
             g *= scale
             u *= scale
         y = g / (1.0 + tl.exp(-g)) * u
@@ -126,10 +140,12 @@ def gate_up_shared_kernel(
 
 @triton.jit
 def gate_up_matrix_kernel(
-    x, gain, norm_scale, gate_up, experts, order, tile_expert, tile_first, tile_count, out, active,
+    x, gain, norm_squares, gate_up, experts, order, tile_expert, tile_first, tile_count, out,
+    active,
     num_active, P, num_slots, x_stride, eps, expert_stride, row_stride,
     H: tl.constexpr, INTER: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_SCALE: tl.constexpr, LIST: tl.constexpr, SLOT: tl.constexpr, BLOCK_P: tl.constexpr,
+    NORM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, LIST: tl.constexpr, SLOT: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -193,8 +209,10 @@ def gate_up_matrix_kernel(
             scale = tl.rsqrt(tl.sum(squares, axis=1) / H + eps)[:, None]
             acc_gate *= scale
             acc_up *= scale
-        if HAS_SCALE:
-            scale = tl.load(norm_scale + pair // K, mask=in_m, other=0.0)[:, None]
+        if NORM_PARTS:
+            scale = row_scale(
+                norm_squares, pair // K, in_m, P // K, H, eps, NORM_PARTS, BLOCK_PARTS
+            )[:, None]
             acc_gate *= scale
             acc_up *= scale
         y = acc_gate / (1.0 + tl.exp(-acc_gate)) * acc_up
@@ -281,11 +299,11 @@ def run_gate_up(
     config: Config,
     slots: Slots,
     active: torch.Tensor | None,
-    scale_T: torch.Tensor | None = None,
+    squares_NT: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``hidden_PI``; ``active`` (int32 [E + 1]) gets the touched experts and, last, how many.
 
-    With ``scale_T`` the rows of x already carry the norm's gain and only lack their scale.
+    With ``squares_NT`` the rows of x are ``Normed``: they carry the gain and only lack the scale.
     """
     num_experts, double, hidden = gate_up_EJH.shape
     inter = double // 2
@@ -299,8 +317,9 @@ def run_gate_up(
         # a kernel of its own for the norm leaves the product's loop with loads and dots alone
         x_TH, gain_H = rms_norm(x_TH, gain_H, eps), None
     flags = {"H": hidden, "INTER": inter, "K": top_k, "HAS_NORM": gain_H is not None,
-             "HAS_SCALE": scale_T is not None}  # fmt: skip
-    norm_scale = gain if scale_T is None else scale_T
+             "NORM_PARTS": 0 if squares_NT is None else len(squares_NT),
+             "BLOCK_PARTS": 1 if squares_NT is None else pow2(len(squares_NT))}  # fmt: skip
+    norm_squares = gain if squares_NT is None else squares_NT
     listed = active is not None
     # what a flag switches off still needs a pointer of a fixed type
     place = active if active is not None else expert_TK
@@ -313,7 +332,7 @@ def run_gate_up(
         )
         launch(
             gate_up_vector_kernel if config["vector"] == PAIR else gate_up_shared_kernel,
-            (num_pairs + (1 if listed else 0), blocks), x_TH, gain, norm_scale, gate_up_EJH,
+            (num_pairs + (1 if listed else 0), blocks), x_TH, gain, norm_squares, gate_up_EJH,
             expert_TK, out_PI, place, number, num_pairs, eps, *strides, **flags, E=num_experts,
             LIST=listed, BLOCK_P=pow2(num_pairs), BLOCK_E=pow2(num_experts),
             BLOCK_I=config["block_i"], BLOCK_H=config["block_h"],
@@ -322,7 +341,7 @@ def run_gate_up(
         return out_PI
     launch(
         gate_up_matrix_kernel, (blocks, slots.count + (1 if listed else 0)),
-        x_TH, gain, norm_scale, gate_up_EJH, expert_TK, slots.order, slots.tile_expert,
+        x_TH, gain, norm_squares, gate_up_EJH, expert_TK, slots.order, slots.tile_expert,
         slots.tile_first, slots.tile_count, out_PI, place, number, num_pairs, slots.count,
         strides[0], eps, *strides[1:],
         **flags, E=num_experts, LIST=listed, SLOT=slots.kind, BLOCK_P=slots.block_p,

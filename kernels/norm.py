@@ -18,10 +18,13 @@ MAX_HIDDEN = 32768
 
 
 class Normed(NamedTuple):
-    """RMSNorm taken apart: ``x * gain`` (T, H) and each row's scale (T, fp32) for the product."""
+    """RMSNorm taken apart, as the kernel that made x leaves it for a product that follows.
+
+    ``x * gain`` (T, H) and N parts of each row's sum of squares (N, T, fp32).
+    """
 
     weighted_TH: torch.Tensor
-    scale_T: torch.Tensor
+    squares_NT: torch.Tensor
 
 
 def rms_norm_ref(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
@@ -42,6 +45,18 @@ def add_rms_norm_ref(
     """``(rms_norm(x + residual), x + residual)``."""
     total_TH = x_TH + residual_TH
     return rms_norm_ref(total_TH, weight_H, eps), total_TH
+
+
+@triton.jit
+def row_scale(squares, t, in_t, T, H, eps, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr):
+    """The norm's factor of rows ``t``, out of ``PARTS`` parts of their sums of squares."""
+    n = tl.arange(0, BLOCK_PARTS)
+    parts = tl.load(
+        squares + n[None, :] * T + t[:, None],
+        mask=in_t[:, None] & (n < PARTS)[None, :],
+        other=0.0,
+    )
+    return tl.rsqrt(tl.sum(parts, axis=1) / H + eps)
 
 
 @triton.jit

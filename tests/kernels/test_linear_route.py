@@ -59,7 +59,9 @@ def test_it_equals_the_two_ops(
 
 
 def _product_of(normed: Normed) -> torch.Tensor:
-    return normed.weighted_TH.float() * normed.scale_T[:, None]
+    hidden = normed.weighted_TH.shape[1]
+    scale_T = torch.rsqrt(normed.squares_NT.sum(0) / hidden + EPS)
+    return normed.weighted_TH.float() * scale_T[:, None]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -141,12 +143,13 @@ def test_the_experts_take_the_norm_as_it_is_handed_on(
     down = randn(device, torch.float32, experts, hidden, inter, scale=inter**-0.5)
     weight, expert = torch.rand(tokens, experts).softmax(-1).topk(top_k, dim=-1)
     args = (x, gain, EPS, gate_up, down, weight.to(device), expert.to(device), residual)
-    normed = Normed(x * gain, torch.rsqrt(x.square().mean(-1) + EPS))
+    parts = torch.stack([part.square().sum(-1) for part in x.split(70, dim=1)])  # type: ignore[no-untyped-call]
+    normed = Normed(x * gain, parts)
     with tuning.forced("moe_gate_up", _GATE_UP[kernel] | {"norm_first": norm_first}):
         got = TRITON.norm_moe_add(*args, normed=normed)
     assert_close(got, opset("reference").norm_moe_add(*args))
     with pytest.raises(ValueError, match="the normed rows"):
-        TRITON.norm_moe_add(*args, normed=Normed(normed.weighted_TH[:, :-1], normed.scale_T))
+        TRITON.norm_moe_add(*args, normed=Normed(normed.weighted_TH[:, :-1], parts))
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from autotune.errors import UserError
-from autotune.probe.run import choose_device, has_nvidia_gpu, quick_machine
 from autotune.schemas import Study
 from model.machine import Machine, load_machine
 
@@ -26,6 +24,9 @@ def study_machine(study: Study) -> Machine:
             return load_machine(study.machine)
         except ValueError as error:
             raise UserError(f"machine: {error}") from None
+    # a machine file needs no probe and no doctor
+    from autotune.probe.run import choose_device, has_nvidia_gpu, quick_machine
+
     if study.backend.kind != "engine" and not has_nvidia_gpu():
         # nothing is launched here, so that how fast torch launches does not matter
         return cpu_machine()
@@ -59,6 +60,8 @@ def check_host(study: Study, machine: Machine) -> None:
 
 def cpu_machine() -> Machine:
     """This host without its GPUs: sockets, cores, and the memory rate that a copy reaches."""
+    import psutil
+
     sockets = _num_sockets()
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     rate = round(copy_gb_per_s(), 2)

@@ -14,11 +14,14 @@ class Graph(Generic[Edge]):
 
     def __init__(self, nodes: Iterable[str]) -> None:
         self._near: dict[str, dict[str, Edge]] = {node: {} for node in nodes}
+        #: from each start asked for, what ``parents_from`` gives; joining two nodes ends it
+        self._before: dict[str, dict[str, str]] = {}
 
     def add_edge(self, a: str, b: str, value: Edge) -> None:
         """Join two known nodes; a second edge replaces the first."""
         self._near[a][b] = value
         self._near[b][a] = value
+        self._before.clear()
 
     def neighbors(self, node: str) -> Iterator[str]:
         """The nodes next to one, as they were joined."""
@@ -42,6 +45,11 @@ class Graph(Generic[Edge]):
 
     def parents_from(self, start: str) -> dict[str, str]:
         """Every node reached from ``start`` -> the node before it, fewest edges first."""
+        if start not in self._before:
+            self._before[start] = self._search(start)
+        return self._before[start]
+
+    def _search(self, start: str) -> dict[str, str]:
         before = {start: start}
         front = [start]
         for node in front:

@@ -1,14 +1,12 @@
 """Quantiles of predicted times: log-normal, or a mixture of two where the host has two modes."""
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from model.normal import ndtr as normal_ndtr
-from model.normal import ndtri
+from model.normal import ndtr, ndtri, normal_pdf
 
 Array = NDArray[Any]
 Index = NDArray[np.intp]
@@ -16,9 +14,8 @@ Index = NDArray[np.intp]
 #: a 90 % interval reaches this many standard deviations to each side
 Z90 = 1.6448536269514722
 QUANTILES = (0.05, 0.5, 0.95)
-_BISECTIONS = 40
-#: so many mixtures are computed one by one; more are looked up in a table
-_FEW = 32
+#: Newton steps at most, and the distance at which they end, in sd of the first mode
+_STEPS, _CLOSE = 60, 1e-10
 #: grid of the distance between the modes, in sd of the first, and of the ratio of the sds
 _DISTANCE = np.sinh(np.linspace(-np.arcsinh(80.0), np.arcsinh(80.0), 401))
 _RATIO = np.exp(np.linspace(np.log(0.25), np.log(4.0), 25))
@@ -29,7 +26,7 @@ def mixture_quantiles(
 ) -> Array:
     """5 %, 50 % and 95 % quantiles, [3, N], of (1 - share) LogN(fast) + share LogN(slow).
 
-    Interpolated in a table of the standardised mixture (error below 1 % of an sd but next to a
+    Interpolated in a grid of the standardised mixture (error below 1 % of an sd but next to a
     jump from one mode to the other); exact where both modes agree, as in captured graphs.
     """
     mf, sf, ms, ss = np.broadcast_arrays(
@@ -53,44 +50,53 @@ def _lookup(distance_M: Array, ratio_M: Array, share: float) -> Array:
     j = np.clip(np.searchsorted(_RATIO, ratio_M) - 1, 0, _RATIO.size - 2)
     u = (distance_M - _DISTANCE[i]) / (_DISTANCE[i + 1] - _DISTANCE[i])
     v = (ratio_M - _RATIO[j]) / (_RATIO[j + 1] - _RATIO[j])
-    corners = _few if distance_M.size <= _FEW else _from_table
-    near = corners(share, i, j) * (1 - v) + corners(share, i, j + 1) * v
-    far = corners(share, i + 1, j) * (1 - v) + corners(share, i + 1, j + 1) * v
+    corners = _corners(share, i, j)
+    near = corners[0] * (1 - v) + corners[1] * v
+    far = corners[2] * (1 - v) + corners[3] * v
     result: Array = near + (far - near) * u
     return result
 
 
-def _few(share: float, i: Index, j: Index) -> Array:
-    """Grid points one by one: for a handful, cheaper than the table and the import for it."""
-    return _quantiles(share, _DISTANCE[i], _RATIO[j], normal_ndtr)
-
-
-def _from_table(share: float, i: Index, j: Index) -> Array:
-    return _table(share)[:, i, j]
+def _corners(share: float, i: Index, j: Index) -> Array:
+    """Quantiles at the grid points (i, j), (i, j + 1), (i + 1, j), (i + 1, j + 1): [4, 3, M]."""
+    points = np.stack([i, i, i + 1, i + 1]) * _RATIO.size + np.stack([j, j + 1, j, j + 1])
+    grid = _grid(share)
+    wanted = np.zeros(grid.shape[1], dtype=bool)
+    wanted[points] = True
+    missing = np.flatnonzero(wanted & np.isnan(grid[0]))
+    if missing.size:
+        rows, columns = np.divmod(missing, _RATIO.size)
+        grid[:, missing] = _quantiles(share, _DISTANCE[rows], _RATIO[columns])
+    found: Array = np.moveaxis(grid[:, points], 0, 1)
+    return found
 
 
 @lru_cache(maxsize=16)
-def _table(share: float) -> Array:
-    """Quantiles of (1 - share) N(0, 1) + share N(distance, ratio^2) on the grid, [3, D, R]."""
-    # here, because only commands that predict many knobs are worth the import
-    from scipy.special import ndtr
+def _grid(share: float) -> Array:
+    """Quantiles of (1 - share) N(0, 1) + share N(distance, ratio^2) on the grid, [3, D x R].
 
-    return _quantiles(share, _DISTANCE[:, None], _RATIO[None, :], ndtr)
+    NaN where nobody asked yet: a space of 50,000 knobs touches a small part.
+    """
+    return np.full((3, _DISTANCE.size * _RATIO.size), np.nan)
 
 
-def _quantiles(
-    share: float, distance: Array, ratio: Array, ndtr: Callable[[Array], Array]
-) -> Array:
-    """[3, ...] quantiles for distances and ratios that broadcast, by bisection."""
-    out = np.empty((3, *np.broadcast_shapes(distance.shape, ratio.shape)))
-    for q, level in enumerate(QUANTILES):
-        z = ndtri(level)
-        low = np.minimum(z, distance + z * ratio)
-        high = np.maximum(z, distance + z * ratio)
-        for _ in range(_BISECTIONS):
-            middle = 0.5 * (low + high)
-            below = (1 - share) * ndtr(middle) + share * ndtr((middle - distance) / ratio)
-            high = np.where(below >= level, middle, high)
-            low = np.where(below >= level, low, middle)
-        out[q] = 0.5 * (low + high)
-    return out
+def _quantiles(share: float, distance: Array, ratio: Array) -> Array:
+    """[3, M] quantiles for distances [M] and ratios [M]: Newton steps in a bracket."""
+    levels = np.array(QUANTILES)[:, None]
+    z = ndtri(levels)
+    low = np.minimum(z, distance + z * ratio)
+    high = np.maximum(z, distance + z * ratio)
+    middle = 0.5 * (low + high)
+    for _ in range(_STEPS):
+        far = (middle - distance) / ratio
+        above = (1 - share) * ndtr(middle) + share * ndtr(far) - levels
+        slope = (1 - share) * normal_pdf(middle) + share * normal_pdf(far) / ratio
+        high, low = np.where(above >= 0, middle, high), np.where(above >= 0, low, middle)
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            step = middle - above / slope
+        # between two far modes the density vanishes: halve the bracket there
+        following = np.where((step > low) & (step < high), step, 0.5 * (low + high))
+        if np.all((np.abs(following - middle) < _CLOSE) | (high - low < _CLOSE)):
+            break
+        middle = following
+    return middle

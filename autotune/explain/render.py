@@ -1,22 +1,24 @@
 """An explanation as tables for people (100 columns) and as plain values for programs."""
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from autotune.explain.explanation import Explanation
-from autotune.explain.levers import Lever
 from autotune.explain.plans import kib, settings_text
 from autotune.explain.terms import TermRow
 from autotune.statistics import Summary
 from model.spec import Interval
 
+if TYPE_CHECKING:
+    from autotune.explain.explanation import Explanation
+    from autotune.explain.levers import Lever
+
 _SHOWN_LEVERS = 10
 
 
-def show(explanation: Explanation, screen: Console) -> None:
+def show(explanation: "Explanation", screen: Console) -> None:
     """Print an explanation."""
     subject = explanation.subject
     screen.print(subject.title, style="bold")
@@ -41,7 +43,7 @@ def _heading(screen: Console, text: str) -> None:
     screen.print(text, style="bold")
 
 
-def _terms(explanation: Explanation, screen: Console) -> None:
+def _terms(explanation: "Explanation", screen: Console) -> None:
     _heading(screen, "Where the time goes")
     table = Table(box=None, pad_edge=False)
     table.add_column("term")
@@ -68,7 +70,7 @@ def _terms(explanation: Explanation, screen: Console) -> None:
     screen.print(f"Predicted {explanation.predicted_when}.")
 
 
-def _disagreements(explanation: Explanation, screen: Console) -> None:
+def _disagreements(explanation: "Explanation", screen: Console) -> None:
     measured = any(row.measured is not None for row in explanation.rows)
     if not measured:
         return
@@ -80,7 +82,7 @@ def _disagreements(explanation: Explanation, screen: Console) -> None:
         screen.print(f"  {row.name}: {row.disagreement}")
 
 
-def _acceptance(explanation: Explanation, screen: Console) -> None:
+def _acceptance(explanation: "Explanation", screen: Console) -> None:
     report = explanation.acceptance
     if report is None:
         return
@@ -109,7 +111,7 @@ def _acceptance(explanation: Explanation, screen: Console) -> None:
         screen.print(f"  {finding}")
 
 
-def _break_even(explanation: Explanation, screen: Console) -> None:
+def _break_even(explanation: "Explanation", screen: Console) -> None:
     found = explanation.breakeven
     if found is None:
         return
@@ -135,7 +137,7 @@ def _break_even(explanation: Explanation, screen: Console) -> None:
         )
 
 
-def _levers(explanation: Explanation, screen: Console) -> None:
+def _levers(explanation: "Explanation", screen: Console) -> None:
     _heading(screen, "What could make it faster (predicted, tokens/s against these knobs)")
     if explanation.helping:
         table = Table(box=None, pad_edge=False)
@@ -170,7 +172,7 @@ def _levers(explanation: Explanation, screen: Console) -> None:
         )
 
 
-def _lever_row(lever: Lever) -> tuple[str, ...]:
+def _lever_row(lever: "Lever") -> tuple[str, ...]:
     gain = lever.gain
     seen = "–"
     if lever.measured_ratio is not None:
@@ -185,7 +187,7 @@ def _lever_row(lever: Lever) -> tuple[str, ...]:
     )
 
 
-def _nccl(explanation: Explanation, screen: Console) -> None:
+def _nccl(explanation: "Explanation", screen: Console) -> None:
     knobs = explanation.subject.knobs
     _heading(screen, "What NCCL settings could change at most")
     bound = explanation.nccl
@@ -212,7 +214,7 @@ def _nccl(explanation: Explanation, screen: Console) -> None:
     )
 
 
-def _importances(explanation: Explanation, screen: Console) -> None:
+def _importances(explanation: "Explanation", screen: Console) -> None:
     if not explanation.importances:
         return
     _heading(
@@ -239,7 +241,7 @@ def _importances(explanation: Explanation, screen: Console) -> None:
     screen.print(table)
 
 
-def _inert(explanation: Explanation, screen: Console) -> None:
+def _inert(explanation: "Explanation", screen: Console) -> None:
     judged = {i.knob for i in explanation.importances if i.verdict == "cannot matter"}
     rest = [item for item in explanation.inert if item.knob not in judged]
     if not rest:
@@ -252,7 +254,7 @@ def _inert(explanation: Explanation, screen: Console) -> None:
         screen.print(f"  {', '.join(knobs)}: {reason}")
 
 
-def to_json(explanation: Explanation) -> dict[str, Any]:
+def to_json(explanation: "Explanation") -> dict[str, Any]:
     """Plain values, units in the names."""
     subject = explanation.subject
     values: dict[str, Any] = {
@@ -290,7 +292,7 @@ def _row_json(row: TermRow) -> dict[str, Any]:
     return values
 
 
-def lever_json(lever: Lever) -> dict[str, Any]:
+def lever_json(lever: "Lever") -> dict[str, Any]:
     """A lever without its knobs' class."""
     values = asdict(lever)
     values["gain"]["knobs"] = lever.gain.knobs.values()

@@ -5,7 +5,6 @@ import socket
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 
-import psutil
 from sqlalchemy import select, update
 
 from autotune.store.session import Sessions
@@ -25,6 +24,9 @@ class WorkerQueries(Sessions):
 
     def add_worker(self, study_id: int) -> int:
         """Register this process; its worker id."""
+        # commands that only read ask no process
+        import psutil
+
         now = datetime.now(UTC)
         row = WorkerRow(
             study_id=study_id,
@@ -69,6 +71,8 @@ def is_alive(worker: WorkerView, now: datetime) -> bool:
     if worker.ended is not None:
         return False
     if worker.host == socket.gethostname():
+        import psutil
+
         try:
             started = psutil.Process(worker.pid).create_time()
         except psutil.NoSuchProcess:

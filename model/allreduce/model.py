@@ -96,7 +96,7 @@ def allreduce_design(
         raise ValueError(f"machine {machine.name} has no GPU: only gloo can carry an all-reduce")
     if backend != "nccl":
         return direct_design(machine, num_ranks, sizes, backend)
-    rows = [_nccl_design(_Same(machine), num_ranks, settings, version, size) for size in sizes]
+    rows = [_nccl_design(_same(machine), num_ranks, settings, version, size) for size in sizes]
     return Design.concat(rows)
 
 
@@ -138,6 +138,21 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self.key == other.key
+
+
+#: so many machines are remembered by their object
+_MOST_MACHINES = 64
+_known: dict[int, _Same] = {}
+
+
+def _same(machine: Machine) -> _Same:
+    """The key of a machine, made once for each object; a key keeps its machine, so ids stay."""
+    same = _known.get(id(machine))
+    if same is None:
+        if len(_known) >= _MOST_MACHINES:
+            _known.clear()
+        same = _known[id(machine)] = _Same(machine)
+    return same
 
 
 @lru_cache(maxsize=65536)

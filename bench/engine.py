@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p).resolve() != ROOT / "bench")]
 
 from bench.engine_stages import STAGES, run_stage  # noqa: E402 - the path comes first
+from bench.engine_table import lines_of, table  # noqa: E402 - as above
 
 _TAIL = 3000
 
@@ -85,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.child:
         run_stage(args.child, args.out)
         return 0
-    start_s = time.monotonic()
+    start_s, rows_at = time.monotonic(), args.out / "engine.jsonl"
+    already = len(rows_at.read_text().splitlines()) if rows_at.exists() else 0
     found = facts()
     print(json.dumps(found), flush=True)
     with (args.out / "engine.jsonl").open("a") as file:
@@ -100,6 +102,13 @@ def main(argv: list[str] | None = None) -> int:
         how = run_limited(name, args.out, min(STAGES[name][1], left_s))
         failed += how != "ok"
         print(f"--- {name}: {how}, {time.monotonic() - began_s:.0f} s", flush=True)
+    rows = [json.loads(line) for line in rows_at.read_text().splitlines()[already:]]
+    if lines := lines_of(rows):
+        summary = {"stage": "table", **found, "lines": [line.as_json() for line in lines]}
+        with rows_at.open("a") as file:
+            file.write(json.dumps(summary) + "\n")
+        print(table(lines))
+        print(json.dumps(summary))
     return 1 if failed else 0
 
 

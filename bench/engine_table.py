@@ -1,0 +1,156 @@
+"""The table of ``bench/engine.py``: our walls against the bars and against what ran beside them.
+
+Built from the rows of one run: our stages may have run before and after the peers, and all their
+repeats count towards the range. A peer that did not run leaves its column empty.
+"""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+
+#: (layers, tokens in a forward, "decode" or "eagle3 k=3") -> the issue's bar, ms
+BARS = {
+    (8, 1, "decode"): 0.55,
+    (8, 4, "decode"): 1.0,
+    (8, 16, "decode"): 2.0,
+    (8, 64, "decode"): 3.0,
+    (48, 1, "decode"): 2.4,
+    (48, 4, "decode"): 4.8,
+    (48, 1, "eagle3 k=3"): 5.2,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One size: ours, its bar, and the peers; milliseconds a step."""
+
+    layers: int
+    batch: int
+    kind: str
+    wall: float
+    low: float
+    high: float
+    runs: int
+    busy: float
+    floor: float | None
+    bar: float
+    distinct_experts: float | None
+    #: best over implementations and both forms of T tokens
+    transformers_captured: float | None
+    transformers_eager: float | None
+    vllm_wall: float | None
+    vllm_busy: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, with the ratios that are the claim."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return values | {
+            "vllm_over_ours": _ratio(self.vllm_wall, self.wall),
+            "transformers_over_ours": _ratio(self.transformers_captured, self.wall),
+        }
+
+
+def _ratio(a: float | None, b: float) -> float | None:
+    return None if a is None else a / b
+
+
+def lines_of(rows: Iterable[Row]) -> list[Line]:
+    """One line a bar of which a row of ours exists."""
+    found = list(rows)
+    lines = []
+    for (layers, batch, kind), bar in BARS.items():
+        ours = [
+            r
+            for r in found
+            if r.get("row") == kind
+            and r.get("layers") == layers
+            and r.get("batch") == batch
+            and str(r.get("name")) == f"{layers} layers"
+        ]
+        if not ours:
+            continue
+        peers = [
+            r
+            for r in found
+            if r.get("row") == "peer"
+            and r.get("layers") == layers
+            and r.get("tokens") == batch
+            and kind == "decode"
+        ]
+        peer_name = f"vLLM, {layers} layers" + ("" if kind == "decode" else ", k=3")
+        lines.append(
+            Line(
+                layers=layers,
+                batch=batch,
+                kind=kind,
+                wall=statistics.median(r["wall_ms"] for r in ours),
+                low=min(r["wall_low_ms"] for r in ours),
+                high=max(r["wall_high_ms"] for r in ours),
+                runs=sum(r["repeats"] for r in ours),
+                busy=statistics.median(r["busy_ms"] for r in ours),
+                floor=ours[-1].get("floor_ms"),
+                bar=bar,
+                distinct_experts=ours[-1].get("distinct_experts"),
+                transformers_captured=_least(peers, "captured_ms"),
+                transformers_eager=_least(peers, "eager_ms"),
+                vllm_wall=_of(found, "vllm", peer_name, batch, "wall_ms"),
+                vllm_busy=_of(found, "vllm busy", peer_name, batch, "busy_ms"),
+            )
+        )
+    return lines
+
+
+def _least(rows: Sequence[Row], key: str) -> float | None:
+    return min((r[key] for r in rows if r.get(key) is not None), default=None)
+
+
+def _of(rows: Sequence[Row], row: str, name: str, batch: int, key: str) -> float | None:
+    values = [
+        r[key]
+        for r in rows
+        if (r.get("row"), r.get("name"), r.get("batch")) == (row, name, batch) and key in r
+    ]
+    return statistics.median(values) if values else None
+
+
+def table(lines: Sequence[Line]) -> str:
+    """The lines as text; milliseconds a step."""
+    head = (
+        "ms a step", "wall (range, n)", "bar", "GPU busy", "floor", "experts",
+        "vLLM wall (busy), times ours", "transformers graph (eager), times ours",
+    )  # fmt: skip
+    texts = [head]
+    for line in lines:
+        kind = "" if line.kind == "decode" else f", {line.kind}"
+        met = "met" if line.wall <= line.bar else "MISSED"
+        vllm = "-"
+        if line.vllm_wall is not None:
+            busy = "-" if line.vllm_busy is None else f"{line.vllm_busy:.2f}"
+            vllm = f"{line.vllm_wall:.2f} ({busy}), {line.vllm_wall / line.wall:.2f}x"
+        peer = "-"
+        if line.transformers_captured is not None:
+            eager = line.transformers_eager
+            peer = (
+                f"{line.transformers_captured:.2f} ({'-' if eager is None else f'{eager:.1f}'}), "
+                f"{line.transformers_captured / line.wall:.2f}x"
+            )
+        texts.append(
+            (
+                f"{line.layers} layers, {line.batch}{kind}",
+                f"{line.wall:.3f} ({line.low:.3f}-{line.high:.3f}, {line.runs})",
+                f"{line.bar:.2f} {met}",
+                f"{line.busy:.3f}",
+                "-" if line.floor is None else f"{line.floor:.3f}",
+                "-" if line.distinct_experts is None else f"{line.distinct_experts:.1f}",
+                vllm,
+                peer,
+            )
+        )
+    widths = [max(len(text[i]) for text in texts) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(text, widths, strict=True)).rstrip()
+        for text in texts
+    )

@@ -1,0 +1,69 @@
+"""The bench's table: what a bar is compared with, and what peers' columns hold."""
+
+from typing import Any
+
+import pytest
+
+from bench.engine_table import lines_of, table
+
+
+def _ours(wall: float, **changes: Any) -> dict[str, Any]:
+    values = {
+        "row": "decode",
+        "name": "8 layers",
+        "layers": 8,
+        "batch": 4,
+        "wall_ms": wall,
+        "wall_low_ms": wall - 0.01,
+        "wall_high_ms": wall + 0.01,
+        "repeats": 3,
+        "busy_ms": wall - 0.02,
+        "floor_ms": 0.75,
+        "distinct_experts": 29.0,
+    }
+    return values | changes
+
+
+def test_our_runs_before_and_after_the_peers_are_one_line_with_their_range() -> None:
+    rows = [
+        _ours(0.98),
+        {"row": "vllm", "name": "vLLM, 8 layers", "batch": 4, "wall_ms": 1.9},
+        {"row": "vllm busy", "name": "vLLM, 8 layers", "batch": 4, "busy_ms": 1.2},
+        {"row": "vllm", "name": "vLLM, 48 layers", "batch": 4, "wall_ms": 6.5},
+        {"row": "peer", "layers": 8, "tokens": 4, "captured_ms": 2.8, "eager_ms": 17.0},
+        {"row": "peer", "layers": 8, "tokens": 4, "captured_ms": 3.4, "eager_ms": 12.0},
+        {"row": "peer", "layers": 8, "tokens": 4, "error": "out of memory"},
+        _ours(1.02),
+    ]
+    (line,) = lines_of(rows)
+    assert (line.wall, line.low, line.high, line.runs) == (1.0, 0.97, 1.03, 6)
+    assert (line.vllm_wall, line.vllm_busy) == (1.9, 1.2)
+    assert (line.transformers_captured, line.transformers_eager) == (2.8, 12.0)
+    assert line.as_json()["vllm_over_ours"] == pytest.approx(1.9)
+    text = table([line])
+    assert "1.000 (0.970-1.030, 6)" in text
+    assert "1.00 met" in text
+    assert "1.90 (1.20), 1.90x" in text
+
+
+@pytest.mark.parametrize(
+    ("row", "verdict"),
+    [
+        pytest.param(_ours(1.001), "1.00 MISSED", id="just-above"),
+        pytest.param(
+            _ours(5.1, row="eagle3 k=3", layers=48, name="48 layers", batch=1),
+            "5.20 met",
+            id="eagle",
+        ),
+    ],
+)
+def test_a_bar_is_met_or_missed_and_absent_peers_are_empty(
+    row: dict[str, Any], verdict: str
+) -> None:
+    text = table(lines_of([row]))
+    assert verdict in text
+    assert text.splitlines()[1].endswith("-")
+
+
+def test_variants_of_ours_do_not_stand_for_the_default() -> None:
+    assert lines_of([_ours(0.5, name="8 layers, PDL"), _ours(0.5, batch=5)]) == []

@@ -1,5 +1,6 @@
 """``autotune diff``: what differs between two runs, what it is worth, and the verdict."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,13 +42,17 @@ def diff(
     """Tell why two runs differ, or that they do not."""
     from autotune.diff.compare import compare
     from autotune.diff.render import show, to_json
-    from autotune.diff.resolve import Resolver
+    from autotune.diff.resolve import Resolver, same_file
     from autotune.explain.screen import report_screen
 
     if (machine is None) != (target is None):
         raise UserError("--machine and --target go together: the model needs both")
     resolver = Resolver(database_url(database), study)
     a, b = resolver.run(run_a), resolver.run(run_b)
+    if a.label == b.label or same_file(run_a, run_b):
+        b = replace(
+            b, notes=(*b.notes, "the same run as A: every difference is noise of the method")
+        )
     predictor = None if machine is None or target is None else _predictor(machine, target, draft)
     try:
         found = compare(a, b, predictor=predictor, concurrency=concurrency)

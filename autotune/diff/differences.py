@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autotune.diff.run import GROUPS, Group, Run
+from autotune.foreign.run import with_article
 from model.spec import KNOB_FIELDS
 
 #: a continuous state counts as different beyond this share of its value
@@ -89,7 +90,7 @@ def _why(run: Run, group: Group) -> str:
     if group in run.unknown:
         return run.unknown[group]
     reasons = [text for key, text in run.unknown.items() if key.startswith(f"{group}.")]
-    return "; ".join(dict.fromkeys(reasons)) or f"a {run.kind} does not tell"
+    return "; ".join(dict.fromkeys(reasons)) or f"{with_article(run.kind)} does not tell"
 
 
 def _fill_unset(a: Run, b: Run, left: dict[str, str], right: dict[str, str]) -> None:

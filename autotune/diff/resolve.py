@@ -1,5 +1,6 @@
 """From what a person writes to a run: STUDY:TRIAL, a trial, a knobs id, or a file."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from autotune.errors import UserError
 from autotune.explain.config_subject import best_study_name, launch_knobs
 from autotune.explain.subject import Repeat, StudyContext, open_study, repeats_of
 from autotune.foreign.detect import read_foreign
-from autotune.foreign.run import ForeignRun, Sample
+from autotune.foreign.run import ForeignRun, Sample, with_article
 from autotune.records import Health
 from autotune.store.store import Store
 from autotune.store.tables import MeasurementRow
@@ -31,6 +32,12 @@ from model.spec import Scalar
 
 _LINE = re.compile(r"^(.*)#(\d+)$")
 _IDENTITY = ("temperature", "prompts", "input_len", "output_len", "ignore_eos")
+
+
+def same_file(first: str, second: str) -> bool:
+    """Whether two texts name one file."""
+    a, b = Path(first), Path(second)
+    return a.is_file() and b.is_file() and a.samefile(b)
 
 
 class Resolver:
@@ -257,7 +264,7 @@ def _foreign(run: ForeignRun) -> Run:
         "configuration": configuration,
         "workload": workload,
     }
-    why = f"a {run.format} does not tell"
+    why = f"{with_article(run.format)} does not tell"
     unknown = dict.fromkeys(("code", "driver"), why)
     unknown |= {g: why for g in ("packages", "hardware state", "workload") if not facts[g]}
     unknown["environment"] = f"{why} the workers' environment, only what it happens to print"
@@ -322,4 +329,6 @@ def _text(value: object) -> str:
 
 
 def _values(items: Any) -> tuple[float, ...]:
-    return tuple(float(item) for item in items if item is not None)
+    """What can be compared by ratios: a speed or time of 0 is an interval without work."""
+    numbers = (float(item) for item in items if item is not None)
+    return tuple(number for number in numbers if math.isfinite(number) and number > 0)

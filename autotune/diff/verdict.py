@@ -26,6 +26,9 @@ Kind = Literal[
 _MODES = (1.25, 2.0)
 #: a difference is named as a reason when it makes this share of the explained part
 _NAMED = 0.15
+#: two starts of one configuration commonly differ by this much, where no A/A pair was measured
+_START_TO_START = 0.02
+_FLOOR_TEXT = f"{100 * _START_TO_START:.0f} %"
 #: a priced difference below this (in log speed) is none
 _SMALL = 0.01
 
@@ -58,14 +61,15 @@ def judge(
             text=f"Not comparable: {why_none}.",
             record_next=_next(a, b, missing),
         )
-    ratio, floor = found.faster, found.noise_floor or 0.0
+    ratio, floor = found.faster, _START_TO_START if found.noise_floor is None else found.noise_floor
     size = f"B is {_change(ratio.median)} against A ({_change(ratio.low)}…{_change(ratio.high)})"
     if ratio.num_pairs < 2:
         lone = "one number on a side has no noise: repeat it before explaining it"
-        if abs(math.log(ratio.median)) <= max(floor, 0.02):
+        if abs(math.log(ratio.median)) <= max(floor, _START_TO_START):
             return Verdict(
                 kind="within noise",
-                text=f"Within noise: the two numbers differ by {_change(ratio.median)}.",
+                text=f"Within noise: the two numbers differ by {_change(ratio.median)}, no more "
+                f"than two starts of one configuration commonly do ({_FLOOR_TEXT}).",
                 record_next=(lone,),
             )
         start = f"B is {_change(ratio.median)} against A (no interval: {lone})."
@@ -116,9 +120,15 @@ def _within(found: Measured, floor: float) -> Verdict:
         f"Within noise: B is {_change(ratio.median)} against A "
         f"({_change(ratio.low)}…{_change(ratio.high)})"
     )
-    if floor:
+    if found.noise_floor is not None:
         text += f", the A/A difference of the study is {100 * floor:.1f} %"
+    elif ratio.low > 1 or ratio.high < 1:
+        text += (
+            ", beyond the repeats' own spread, but two starts of one configuration commonly "
+            f"differ by {100 * floor:.0f} %"
+        )
     text += "."
+    text += _step_alone(found, floor)
     more: tuple[str, ...] = ()
     if reach > 0.05:
         text += f" The data cannot tell differences below {100 * math.expm1(reach):.0f} %."
@@ -127,6 +137,20 @@ def _within(found: Measured, floor: float) -> Verdict:
     if flagged:
         text += f" The repeats of {' and '.join(flagged)} fall into two groups: two modes."
     return Verdict(kind="within noise", text=text, record_next=more)
+
+
+def _step_alone(found: Measured, floor: float) -> str:
+    """A step that changed although the speed did not show it: acceptance is the noisier part."""
+    step = found.step
+    if step is None or found.accept is None or step.num_pairs < 2:
+        return ""
+    if step.low <= 1 + floor and step.high >= 1 - floor:
+        return ""
+    slower = "longer" if step.median < 1 else "shorter"
+    return (
+        f" The step alone is {slower} ({_change(step.median)} in speed, {_change(step.low)}…"
+        f"{_change(step.high)}): the accept length hides it."
+    )
 
 
 def _modes(a: Run, b: Run, found: Measured, worths: Sequence[Worth]) -> str | None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from autotune.errors import UserError
 from autotune.foreign import bench_json, metrics_text, sglang_log, vllm_log
-from autotune.foreign.run import ForeignRun
+from autotune.foreign.run import ForeignRun, with_article
+from autotune.nccl_log_clean import unwrap, wrapped
+from autotune.nccl_log_open import DAMAGED, opened
 
 #: lines that decide; start-up of both servers prints its marks well before
 _SNIFFED = 4000
@@ -18,7 +20,7 @@ _MAX_JSON_BYTES = 512 * 2**20
 _JSON = re.compile(r"\s*(\{|\[\s*[\[{\]])")
 
 KNOWN = (
-    "a SGLang or vLLM server log, /metrics text of either, sglang.bench_serving JSONL, "
+    "an SGLang or vLLM server log, /metrics text of either, sglang.bench_serving JSONL, "
     "vllm bench serve JSON, or a best-config YAML of autotune"
 )
 
@@ -32,7 +34,7 @@ def read_foreign(path: Path, line: int | None = None) -> ForeignRun:
     label = str(path)
     if not text.strip():
         raise UserError(f"{path} is empty; give {KNOWN}")
-    if _JSON.match(text):
+    if _JSON.match(text) and not _is_wrapped_log(text):
         return _bench(path, line)
     if line is not None:
         raise UserError(f"{path}#{line}: a line can be picked from JSONL only")
@@ -41,7 +43,11 @@ def read_foreign(path: Path, line: int | None = None) -> ForeignRun:
         if not run.samples and not run.num_verifies:
             raise UserError(f"{path}: /metrics text without a finished request: nothing to compare")
         return run
-    sglang, vllm = (_score(text, module.MARKS) for module in (sglang_log, vllm_log))
+    text = "".join(islice(_lines(path), _SNIFFED))
+    modules = (sglang_log, vllm_log)
+    sglang, vllm = (_score(text, module.MARKS) for module in modules)
+    if sglang == vllm:
+        sglang, vllm = (_score(text, module.NAMES) for module in modules)
     if sglang == 0 and vllm == 0:
         raise UserError(f"{path} is of no known format; give {KNOWN}")
     if sglang > vllm:
@@ -49,14 +55,17 @@ def read_foreign(path: Path, line: int | None = None) -> ForeignRun:
     else:
         run = vllm_log.read_vllm_log(_lines(path), label)
     if not (run.samples or run.args or run.effective or run.failure):
-        raise UserError(f"{path}: looks like a {run.format} but holds no settings and no speed")
+        raise UserError(
+            f"{path}: looks like {with_article(run.format)} but holds no settings and no speed"
+        )
     return run
 
 
 def _bench(path: Path, line: int | None) -> ForeignRun:
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise UserError(f"{path} is above {_MAX_JSON_BYTES >> 20} MiB; save it without details")
-    objects = bench_json.parse_objects(path.read_text(errors="replace"))
+    with opened(path) as file:
+        objects = bench_json.parse_objects(file.read().decode("utf-8", "replace"))
     if objects is None:
         raise UserError(f"{path} begins like JSON but is none (half-written?); give {KNOWN}")
     results = [values for values in objects if bench_json.is_bench(values)]
@@ -78,17 +87,31 @@ def _bench(path: Path, line: int | None) -> ForeignRun:
 
 def _start(path: Path) -> str:
     try:
-        with path.open(errors="replace") as file:
-            return "".join(islice(file, _SNIFFED))
+        return "".join(islice(_lines(path, clean=False), _SNIFFED))
     except IsADirectoryError:
         raise UserError(f"{path} is a folder; give a file") from None
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from None
 
 
-def _lines(path: Path) -> Iterator[str]:
-    with path.open(errors="replace") as file:
-        yield from file
+def _lines(path: Path, clean: bool = True) -> Iterator[str]:
+    """Lines of a file, decompressed; ``clean``: out of what a collector of logs put around them."""
+    try:
+        with opened(path) as file:
+            for line in file:
+                if clean and wrapped(line):
+                    line = unwrap(line.rstrip(b"\r\n"))[0] + b"\n"
+                yield line.decode("utf-8", "replace").replace("\r\n", "\n")
+    except DAMAGED:
+        # a cut file: what came before the cut counts
+        return
+
+
+def _is_wrapped_log(text: str) -> bool:
+    """Whether the lines are JSON objects around a server's own lines."""
+    lines = text.splitlines()[:20]
+    inner = [unwrap(line.encode())[0].decode() for line in lines if line.startswith("{")]
+    return bool(inner) and all(not line.startswith("{") for line in inner)
 
 
 def _is_metrics(text: str) -> bool:

@@ -4,6 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+
+def with_article(name: str) -> str:
+    """ "an SGLang server log", "a vLLM server log": the indefinite article by how a name sounds."""
+    return f"{'an' if name.startswith(('SGLang', 'exported')) else 'a'} {name}"
+
+
 Format = Literal[
     "SGLang server log",
     "vLLM server log",

@@ -18,11 +18,13 @@ from autotune.foreign.sglang_decode import read_decode_line
 MARKS = (
     "server_args=ServerArgs(",
     "Decode batch",
-    "sglang",
     "Prefill batch",
     "Capture draft",
     "#running-req",
 )
+
+#: decides only where no mark is there: containers and folders bear it too
+NAMES = ("sglang",)
 
 _STAMP = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*?( TP\d+| DP\d+[^\]]*)?\]")
 _FIELD = re.compile(r"#?([a-zA-Z][a-zA-Z0-9 ()/_-]*?): ([A-Za-z0-9.+-]+)")
@@ -158,8 +160,9 @@ class _Reader:
                 # the log line tells what ran, the argument only what was allowed
                 knobs[f"cuda_graph.{term}"] = seen.pop()
         if self._dropped:
+            lines = "line" if self._dropped == 1 else "lines"
             notes.append(
-                f"{self._dropped} decode lines after a prefill or idle time left out: their "
+                f"{self._dropped} decode {lines} after a prefill or idle time left out: the "
                 f"interval is not decoding only"
             )
         lengths = [s.accept_length for s in self.samples if s.accept_length is not None]

@@ -19,9 +19,10 @@ MARKS = (
     "Avg generation throughput",
     "SpecDecoding metrics",
     "EngineCore",
-    "vLLM",
     "[api_server.py",
 )
+#: decides only where no mark is there: containers and folders bear it too
+NAMES = ("vLLM", "vllm")
 
 _VERSION = re.compile(
     r"(?:V\d LLM engine \(v|vLLM (?:API server )?version |█  version )([0-9][^\s)]*)"

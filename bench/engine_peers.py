@@ -88,13 +88,15 @@ def vllm_rows(emit: Emit, name: str, limit_s: float, *arguments: str) -> None:
         while process.poll() is None and time.monotonic() < deadline_s:
             time.sleep(0.5)
             seen = _pass_on(emit, name, rows, seen)
-        if process.poll() is None:
+        ended = process.poll() is not None
+        if not ended:
             process.terminate()
-            emit(row="vllm", name=name, error=f"stopped after {limit_s:.0f} s")
+            process.wait()
     _pass_on(emit, name, rows, seen)
     if process.returncode:
-        tail = log.read_text(errors="replace")[-3000:]
-        emit(row="vllm", name=name, error=f"exit code {process.returncode}", log=tail)
+        how = f"exit code {process.returncode}" if ended else f"stopped after {limit_s:.0f} s"
+        emit(row="vllm", name=name, error=how, log=log.read_text(errors="replace")[-3000:])
+        raise SystemExit(1)
 
 
 def _pass_on(emit: Emit, name: str, rows: Path, seen: int) -> int:

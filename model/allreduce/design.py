@@ -6,8 +6,9 @@ Sizes are bytes, rates GB/s = 10^9 bytes per second, times us.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Self
 
 import numpy as np
@@ -20,6 +21,7 @@ from model.allreduce.hops import (
     hop_between,
     ring_hops,
 )
+from model.identity import ById
 from model.machine import Machine
 
 Array = npt.NDArray[np.float64]
@@ -128,18 +130,26 @@ def nccl_design(
 ) -> Design:
     """Rows of NCCL all-reduces: one per size, run as its plan says over rings ``orders``."""
     check_ranks(machine, num_ranks)
-    rings = [ring_hops(machine, order, p2p_level) for order in orders]
-    # a chain is the ring without its last hop; up and down take the links' two directions in turn
-    chains = [hop for ring in rings for hop in ring[:-1]]
-    ways = {
-        "ring": _ways(machine, [hop for ring in rings for hop in ring]),
-        "tree": _ways(machine, chains),
-    }
+    ways = _ring_ways(ById(machine), tuple(map(tuple, orders)), p2p_level)
     rows = [
         _nccl_row(num_ranks, size, plan, ways[plan.algo], len(orders), buffsize_bytes)
         for size, plan in zip(sizes_bytes, plans, strict=True)
     ]
     return _stack(rows)
+
+
+@lru_cache(maxsize=256)
+def _ring_ways(
+    machine: ById[Machine], orders: tuple[tuple[int, ...], ...], p2p_level: str | None
+) -> Mapping[str, _Ways]:
+    """The ways of rings and trees, whatever their size and protocol."""
+    rings = [ring_hops(machine.value, order, p2p_level) for order in orders]
+    # a chain is the ring without its last hop; up and down take the links' two directions in turn
+    chains = [hop for ring in rings for hop in ring[:-1]]
+    return {
+        "ring": _ways(machine.value, [hop for ring in rings for hop in ring]),
+        "tree": _ways(machine.value, chains),
+    }
 
 
 def tree_pieces(share_bytes: float, slot_bytes: float) -> int:

@@ -6,7 +6,7 @@ model.time_us(np.array([14336, 43008]), graphed=True)
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from model.allreduce.analytic import eager_us, time_us
 from model.allreduce.constants import ALL_SPECS
 from model.allreduce.design import Design, Plan, direct_design, gloo_design, nccl_design
 from model.fit import ConstantSpec
+from model.identity import ById
 from model.machine import Machine
 from model.nccl.communicator import communicator_for
 from model.nccl.paths import PATH_TYPES
@@ -35,7 +36,7 @@ def prior_constants() -> dict[str, float]:
     return {spec.name: spec.prior for spec in ALL_SPECS}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """How NCCL runs on a machine: plans per size, ring orders, peer level."""
 
@@ -45,13 +46,21 @@ class Setup:
 
     def plan(self, size_bytes: int) -> Plan:
         """Algorithm, protocol, channels and threads of one size."""
-        choice = self.selector.choose(size_bytes)
-        return Plan(
-            algo=choice.algo,
-            proto=choice.proto,
-            channels=choice.channels,
-            threads=choice.threads,
-        )
+        plan = self._plans.get(size_bytes)
+        if plan is None:
+            choice = self.selector.choose(size_bytes)
+            plan = self._plans[size_bytes] = Plan(
+                algo=choice.algo,
+                proto=choice.proto,
+                channels=choice.channels,
+                threads=choice.threads,
+            )
+        return plan
+
+    @cached_property
+    def _plans(self) -> dict[int, Plan]:
+        """Those asked for so far, by size."""
+        return {}
 
 
 def nccl_setup(
@@ -96,7 +105,8 @@ def allreduce_design(
         raise ValueError(f"machine {machine.name} has no GPU: only gloo can carry an all-reduce")
     if backend != "nccl":
         return direct_design(machine, num_ranks, sizes, backend)
-    rows = [_nccl_design(_same(machine), num_ranks, settings, version, size) for size in sizes]
+    same = _same(ById(machine))
+    rows = [_nccl_design(same, num_ranks, settings, version, size) for size in sizes]
     return Design.concat(rows)
 
 
@@ -140,19 +150,9 @@ class _Same:
         return isinstance(other, _Same) and self.key == other.key
 
 
-#: so many machines are remembered by their object
-_MOST_MACHINES = 64
-_known: dict[int, _Same] = {}
-
-
-def _same(machine: Machine) -> _Same:
-    """The key of a machine, made once for each object; a key keeps its machine, so ids stay."""
-    same = _known.get(id(machine))
-    if same is None:
-        if len(_known) >= _MOST_MACHINES:
-            _known.clear()
-        same = _known[id(machine)] = _Same(machine)
-    return same
+@lru_cache(maxsize=64)
+def _same(machine: ById[Machine]) -> _Same:
+    return _Same(machine.value)
 
 
 @lru_cache(maxsize=65536)

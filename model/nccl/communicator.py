@@ -7,6 +7,7 @@ Source of the channel counts: NVIDIA/nccl 2.27 to 2.30, src/graph/connect.cc, sr
 from dataclasses import dataclass
 from functools import lru_cache
 
+from model.identity import ById
 from model.machine import Machine
 from model.nccl.paths import LOC
 from model.nccl.search import search, search_all
@@ -147,7 +148,7 @@ def communicator_for(
     level = forced.p2p_rank()
     release = release_for(version)
     rule = P2pRule(level, possible=machine.p2p.possible, shm=not settings.shm_disable)
-    graphs = _cached(_key(machine), num_ranks, release, rule, multicast)
+    graphs = _cached(_key(ById(machine)), num_ranks, release, rule, multicast)
     return communicator_on(graphs, settings, release)
 
 
@@ -167,19 +168,9 @@ class _Key:
         return isinstance(other, _Key) and self.seen == other.seen
 
 
-#: so many machines are remembered by their object
-_MOST_KEYS = 64
-_keys: dict[int, _Key] = {}
-
-
-def _key(machine: Machine) -> _Key:
-    """The key of a machine, made once for each object; a key keeps its machine, so ids stay."""
-    key = _keys.get(id(machine))
-    if key is None:
-        if len(_keys) >= _MOST_KEYS:
-            _keys.clear()
-        key = _keys[id(machine)] = _Key(machine)
-    return key
+@lru_cache(maxsize=64)
+def _key(machine: ById[Machine]) -> _Key:
+    return _Key(machine.value)
 
 
 @lru_cache(maxsize=256)

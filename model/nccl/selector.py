@@ -7,6 +7,7 @@ message into cells. Source: NVIDIA/nccl 2.27 to 2.30, src/enqueue.cc (read, fact
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from model.nccl import versions as v
 from model.nccl.communicator import communicator_for as communicator_for
@@ -44,6 +45,15 @@ class Choice:
     model_time_us: float
 
 
+class _Clock(NamedTuple):
+    """An enabled combination and NCCL's own latency and bandwidth (GB/s) of it, as C floats."""
+
+    algo: Algorithm
+    proto: Protocol
+    latency_us: float
+    bandwidth: float
+
+
 @dataclass(frozen=True)
 class Selector:
     """NCCL's choice per size for one communicator."""
@@ -61,18 +71,29 @@ class Selector:
 
     def model_time_us(self, algo: str, proto: str, size_bytes: int) -> float | None:
         """NCCL's table time, us; None where the combination is disabled."""
-        entry = self.table[algo, proto]
-        if entry.bandwidth == 0:
-            return None
-        bandwidth, latency = f32(entry.bandwidth), f32(entry.latency_us)
-        if algo == "tree":
+        clock = self._clocks.get((algo, proto))
+        return None if clock is None else self._time_us(clock, size_bytes)
+
+    @cached_property
+    def _clocks(self) -> "dict[tuple[str, str], _Clock]":
+        """What is enabled, in NCCL's order: of equal times the first wins."""
+        return {
+            (algo, proto): _Clock(algo, proto, f32(entry.latency_us), f32(entry.bandwidth))
+            for algo in _ORDER
+            for proto in _PROTOCOLS
+            if (entry := self.table[algo, proto]).bandwidth != 0
+        }
+
+    def _time_us(self, clock: "_Clock", size_bytes: int) -> float:
+        bandwidth, latency = clock.bandwidth, clock.latency_us
+        if clock.algo == "tree":
             step = (size_bytes >> 6).bit_length() - 1
-            row = v.TREE_CORRECTION[PROTOCOLS.index(proto)]
+            row = v.TREE_CORRECTION[PROTOCOLS.index(clock.proto)]
             if 0 <= step < len(row):
                 bandwidth = f32(bandwidth * f32(row[step]))
         comm = self.comm
         share = size_bytes // (comm.num_channels * comm.num_ranks)
-        if algo == "ring" and proto == "Simple" and comm.num_nodes > 1 and share >= 64:
+        if comm.num_nodes > 1 and share >= 64 and (clock.algo, clock.proto) == ("ring", "Simple"):
             latency = f32(latency * (1.9 if comm.min_cc < 80 else 1.4))
         return f32(latency + f32(f32(size_bytes) / f32(1000 * bandwidth)))
 
@@ -115,13 +136,12 @@ class Selector:
         return Choice(algo=algo, proto=proto, channels=used, threads=threads, model_time_us=time)
 
     def _best(self, size_bytes: int) -> tuple[Algorithm, Protocol, float]:
-        best: tuple[Algorithm, Protocol] | None = None
+        best: _Clock | None = None
         least = _NEVER
-        for algo in _ORDER:
-            for proto in _PROTOCOLS:
-                time = self.model_time_us(algo, proto, size_bytes)
-                if time is not None and time < least:
-                    best, least = (algo, proto), time
+        for clock in self._clocks.values():
+            time = self._time_us(clock, size_bytes)
+            if time < least:
+                best, least = clock, time
         if best is None:
             settings = self.comm.settings
             raise ValueError(
@@ -129,7 +149,7 @@ class Selector:
                 f"NCCL_ALGO={settings.algo} and NCCL_PROTO={settings.proto}: it fails with "
                 f"'no algorithm/protocol available'"
             )
-        return *best, least
+        return best.algo, best.proto, least
 
     def _size_to_threads(self, algo: str, proto: str, size_bytes: int) -> tuple[int, int]:
         """Channels and threads before scheduling."""

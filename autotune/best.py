@@ -26,11 +26,17 @@ _CONTEXT_MARGIN = 8
 
 
 def write_study_best(
-    path: Path, plan: Plan, view: StudyView, store: Store, outcome: Outcome
+    path: Path,
+    plan: Plan,
+    view: StudyView,
+    store: Store,
+    outcome: Outcome,
+    trial: int | None = None,
 ) -> tuple[Path, ...]:
     """Write the best configuration of a study by load level, with its evidence.
 
-    Raises ``UserError`` when no configuration was measured at every level yet.
+    ``trial`` exports the knobs of that trial at every level instead. Raises ``UserError`` when no
+    configuration was measured at every level yet, or for a trial that cannot be exported.
     """
     history = History.read(store, view.id)
     baseline = history.baseline
@@ -46,7 +52,10 @@ def write_study_best(
         for level in plan.study.workload.concurrency
         if result.complete((level,))
     ]
-    levels = choose_levels(_preferred(candidates, outcome, plan))
+    if trial is None:
+        levels = choose_levels(_preferred(candidates, outcome, plan))
+    else:
+        levels = _asked_for(candidates, history, plan, trial)
     provenance = _provenance(store, history, levels)
     floors = store.noise_floors(view.id)
     evidence = Evidence(
@@ -56,8 +65,49 @@ def write_study_best(
         database=store.engine.url.render_as_string(hide_password=True),
         commit=None if provenance is None else provenance.commit,
         config_hash=None if provenance is None else provenance.config_hash,
+        picked=_picked(outcome, trial),
     )
     return write_best(path, plan.study, levels, _options(provenance, plan), evidence)
+
+
+def _picked(outcome: Outcome, trial: int | None) -> str:
+    """How the exported configuration was picked, for the evidence."""
+    if trial is not None:
+        return f"trial {trial}, asked for with --trial"
+    goal = outcome.metric
+    told = f"{'highest' if goal.maximize else 'lowest'} {goal.name} at each concurrency"
+    if not outcome.fronts:
+        return told
+    sizes = ", ".join(f"{len(front.points)} at {front.concurrency}" for front in outcome.fronts)
+    return f"{told}: the first of several objectives decides (on the Pareto front: {sizes})"
+
+
+def _asked_for(
+    candidates: list[LevelBest], history: History, plan: Plan, number: int
+) -> tuple[LevelBest, ...]:
+    """The knobs of one trial at every level. ``UserError`` where they cannot be exported."""
+    trial = next((t for t in history.trials if t.number == number), None)
+    if trial is None:
+        last = max((t.number for t in history.trials), default=0)
+        raise UserError(f"--trial {number}: there is no such trial; this study has 0 to {last}")
+    if trial.state == "failed":
+        raise UserError(
+            f"--trial {number}: it failed ({trial.failure_kind}); choose one that was measured"
+        )
+    own = {c.concurrency: c for c in candidates if c.knobs.id == trial.knobs.id}
+    missing = [level for level in plan.study.workload.concurrency if level not in own]
+    if missing:
+        raise UserError(
+            f"--trial {number}: its knobs have no measurement at concurrency "
+            f"{', '.join(map(str, missing))}; choose another trial, or go on with the study"
+        )
+    wrong = [level for level, one in own.items() if one.output_check == "incorrect"]
+    if wrong and plan.study.constraints.lossless:
+        raise UserError(
+            f"--trial {number}: its output is wrong at concurrency {', '.join(map(str, wrong))}; "
+            "a fast but wrong configuration is not exported (constraints.lossless)"
+        )
+    return tuple(own[level] for level in sorted(own))
 
 
 def _preferred(candidates: list[LevelBest], outcome: Outcome, plan: Plan) -> list[LevelBest]:

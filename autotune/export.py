@@ -96,6 +96,8 @@ class Evidence:
     database: str
     commit: str | None = None
     config_hash: str | None = None
+    #: how this configuration was picked
+    picked: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +208,7 @@ def best_mapping(
             "commit": evidence.commit,
             "config_hash": evidence.config_hash,
             "noise_floor": evidence.noise_floor,
+            "picked": evidence.picked,
             "levels": [_level_mapping(level, evidence.noise_floor) for level in ordered],
         },
     }

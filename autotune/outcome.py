@@ -1,10 +1,11 @@
 """What a study found: best knobs by level against the baseline, and what supports it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.history import History, KnobsResult
+from autotune.pareto import Front, fronts
 from autotune.schemas import Study
 from autotune.search import Goal
 from autotune.statistics import Ratio, Summary, Verdict, median_ratio, paired_ratio, summarise
@@ -53,6 +54,8 @@ class Outcome:
     num_repeats: int
     #: why the study ended
     ended: str
+    #: with several objectives: what no other configuration beats in all of them, by concurrency
+    fronts: tuple[Front, ...] = ()
 
     @property
     def anything_won(self) -> bool:
@@ -105,7 +108,7 @@ class Outcome:
 
 
 def goal_of(study: Study) -> Goal:
-    """The first metric decides; further ones make the Pareto front that Optuna keeps."""
+    """The first metric decides; further ones make the fronts of ``autotune.pareto``."""
     name, direction = study.objective.metrics[0]
     return Goal(name=name, maximize=direction == "maximize")
 
@@ -157,7 +160,14 @@ def conclude(store: Store, study_id: int, study: Study, ended: str) -> Outcome:
         num_failed=sum(trial.state == "failed" for trial in history.trials),
         num_repeats=len(history.repeats),
         ended=ended,
+        fronts=fronts(history, study, _exported(levels, baseline)),
     )
+
+
+def _exported(levels: Sequence[LevelOutcome], baseline: KnobsResult | None) -> dict[int, str]:
+    """Concurrency -> knobs that the export takes: the best where it is shown to win."""
+    kept = "" if baseline is None else baseline.knobs.id
+    return {level.concurrency: level.knobs.id if level.beats_baseline else kept for level in levels}
 
 
 def finalists(history: History) -> dict[int, KnobsResult]:

@@ -6,8 +6,12 @@ from rich.console import Console
 from rich.table import Table
 
 from autotune.outcome import LevelOutcome, Outcome
+from autotune.pareto import Front
 from autotune.statistics import Ratio, Summary
 from model.spec import Interval
+
+#: objectives of a study file with their unit
+METRIC_NAMES = {"tokens_per_s": "tok/s", "ttft_ms": "TTFT, ms", "tpot_ms": "TPOT, ms"}
 
 
 def show_outcome(outcome: Outcome, screen: Console) -> None:
@@ -16,7 +20,57 @@ def show_outcome(outcome: Outcome, screen: Console) -> None:
     for level in outcome.levels:
         for line in level_lines(level, outcome):
             screen.print(line, soft_wrap=True, markup=False)
+    for front in outcome.fronts:
+        screen.print(front_table(front))
+    if outcome.fronts:
+        screen.print(front_pick(outcome), soft_wrap=True, markup=False)
     screen.print(f"{outcome.ended}; {outcome.verdict()}.", soft_wrap=True, markup=False)
+
+
+def front_table(front: Front) -> Table:
+    """Undominated configurations at one concurrency."""
+    heads, rows = front_rows(front)
+    table = Table(title=front_title(front), title_justify="left", box=None, pad_edge=False)
+    for head in heads:
+        table.add_column(head, justify="left" if head == "configuration" else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def front_title(front: Front) -> str:
+    """How many of how many are on the front."""
+    return (
+        f"Pareto front at concurrency {front.concurrency}: {len(front.points)} of "
+        f"{front.num_compared} configurations are beaten by no other in every objective"
+    )
+
+
+def front_rows(front: Front) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of a front, best in the first objective first."""
+    names = list(front.points[0].metrics) if front.points else []
+    heads = ["", "trial", *(f"{METRIC_NAMES[name]} (95 % CI, n)" for name in names)]
+    rows = [
+        [
+            "picked" if point.picked else "",
+            str(point.trial),
+            *(_summary(point.metrics[name]) for name in names),
+            "plain decoding, the baseline" if point.is_baseline else point.label,
+        ]
+        for point in front.points
+    ]
+    return [*heads, "configuration"], rows
+
+
+def front_pick(outcome: Outcome) -> str:
+    """How the exported configuration is picked from the fronts, and how to pick another."""
+    goal = outcome.metric
+    most = "highest" if goal.maximize else "lowest"
+    return (
+        f"picked for export: the first objective decides, the {most} {METRIC_NAMES[goal.name]} if "
+        f"it is shown to beat the baseline; for another trial of the front: "
+        f"autotune study best {outcome.study} --trial N"
+    )
 
 
 def outcome_table(outcome: Outcome) -> Table:
@@ -85,6 +139,25 @@ def outcome_mapping(outcome: Outcome) -> dict[str, Any]:
         "num_failed_trials": outcome.num_failed,
         "num_repeats": outcome.num_repeats,
         "levels": [_level_mapping(level) for level in outcome.levels],
+        "pareto_fronts": [_front_mapping(front) for front in outcome.fronts],
+    }
+
+
+def _front_mapping(front: Front) -> dict[str, Any]:
+    return {
+        "concurrency": front.concurrency,
+        "num_compared": front.num_compared,
+        "points": [
+            {
+                "trial": point.trial,
+                "knobs_id": point.knobs_id,
+                "label": point.label,
+                "metrics": {n: _summary_mapping(one) for n, one in point.metrics.items()},
+                "is_baseline": point.is_baseline,
+                "picked": point.picked,
+            }
+            for point in front.points
+        ],
     }
 
 

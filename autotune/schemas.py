@@ -156,7 +156,7 @@ class Constraints(Schema):
 
     #: output must equal the baseline's (or be a near-tie)
     lossless: StrictBool = True
-    #: per GPU, as the model predicts it: no backend reports the memory in use
+    #: per GPU: as the model predicts it before a trial, and as the backend measures it where it can
     max_memory_gib: Positive | None = None
 
 

@@ -311,6 +311,10 @@ def best(
     database: DatabaseOption = None,
     as_json: JsonOption = False,
     out: OutOption = None,
+    trial: Annotated[
+        int | None,
+        typer.Option(min=0, help="Export the knobs of this trial (of the Pareto front) instead."),
+    ] = None,
 ) -> None:
     """Write the best-config YAML of a study."""
     from autotune.best import write_study_best
@@ -323,7 +327,7 @@ def best(
     check_output(path)
     plan = stored_plan(view)
     outcome = conclude(store, view.id, plan.study, f"study is {view.state}")
-    written = write_study_best(path, plan, view, store, outcome)
+    written = write_study_best(path, plan, view, store, outcome, trial)
     if as_json:
         print_json({"study": name, "verdict": outcome.verdict(), "files": list(map(str, written))})
     else:

@@ -3,19 +3,29 @@
 from collections.abc import Sequence
 
 from autotune.explain.render import interval_text, number, summary_text
-from autotune.report import verdict_text
+from autotune.report import front_pick, front_rows, front_title, verdict_text
 from autotune.reporting.content import Report
 from autotune.reporting.words import (
+    HEADROOM_HEADS,
+    NOISE_HEADS,
     commands,
+    compared_rows,
+    flagged,
+    headroom_rows,
+    inside_text,
     lever_gain,
     next_steps,
+    noise_rows,
     num_more,
+    predicted_points,
     provenance_rows,
     ratio_text,
     share_text,
     subtitle,
 )
 
+#: rows of predictions; a long study's stand in the JSON
+_SHOWN_POINTS = 60
 _ESCAPED = str.maketrans({char: f"\\{char}" for char in "\\`*_[]<>|#"})
 
 
@@ -28,8 +38,13 @@ def markdown(report: Report) -> str:
         f"**{escape(sentence[:1].upper() + sentence[1:])}.**",
         "## Best configuration by load",
         _levels(report),
+        *_fronts(report),
+        "## Noise floor",
+        _noise(report),
         "## Where the time of one cycle goes",
         *_cycles(report),
+        "## Predicted against measured",
+        *_predicted(report),
         "## What matters",
         _importances(report),
         "## Effective settings",
@@ -38,6 +53,7 @@ def markdown(report: Report) -> str:
         _failures(report),
         "## Health of the runs",
         _health(report),
+        *_compared(report),
         "## What to try next",
         *_next(report),
         "## Provenance",
@@ -78,6 +94,44 @@ def _levels(report: Report) -> str:
         "speed-up (95 % CI)", "verdict", "noise floor, %", "best configuration",
     )  # fmt: skip
     return _table(heads, rows) if rows else "No level has a measured baseline yet."
+
+
+def _fronts(report: Report) -> list[str]:
+    """Only where a study has several objectives."""
+    parts = []
+    for front in report.outcome.fronts:
+        heads, rows = front_rows(front)
+        parts += [escape(front_title(front)) + ":", _table(heads, rows)]
+    if not parts:
+        return []
+    return ["## Pareto front", *parts, escape(front_pick(report.outcome)) + "."]
+
+
+def _noise(report: Report) -> str:
+    rows = noise_rows(report)
+    return _table(NOISE_HEADS, rows) if rows else "No A/A pair was measured."
+
+
+def _predicted(report: Report) -> list[str]:
+    points = predicted_points(report)
+    if not points:
+        return ["No trial has both a stored prediction and a measurement."]
+    rows = [
+        (p.trial, p.concurrency, interval_text(p.predicted), f"{p.measured:.1f}",
+         "yes" if p.inside else "no", "the baseline" if p.is_baseline else p.label)
+        for p in points[:_SHOWN_POINTS]
+    ]  # fmt: skip
+    heads = ("trial", "concurrency", "predicted before, tok/s (90 %)", "measured, tok/s", "inside",
+             "configuration")  # fmt: skip
+    rest = len(points) - len(rows)
+    more = [f"{rest} more: `--format json` holds all."] if rest else []
+    return [inside_text(points), _table(heads, rows), *more]
+
+
+def _compared(report: Report) -> list[str]:
+    if not report.compared:
+        return []
+    return ["## Comparisons in turns", _table(("A", "B", "answer"), compared_rows(report))]
 
 
 def _cycles(report: Report) -> list[str]:
@@ -137,12 +191,12 @@ def _failures(report: Report) -> str:
 
 
 def _health(report: Report) -> str:
-    if not report.findings:
-        return "Clocks, throttling and acceptance show nothing odd."
-    return "\n".join(
+    lines = [
         f"- {f.severity}: {escape(f.subject)}: {escape(f.reason)}. {escape(f.fix)}"
         for f in report.findings
-    )
+    ]
+    lines += [f"- {escape(line)}" for line in flagged(report)]
+    return "\n".join(lines) or "Clocks, throttling, acceptance and the repeats show nothing odd."
 
 
 def _next(report: Report) -> list[str]:
@@ -153,6 +207,9 @@ def _next(report: Report) -> list[str]:
     ]  # fmt: skip
     heads = ("concurrency", "predicted gain, % (90 %)", "P(faster)", "change")
     parts = [_table(heads, rows) if rows else "Nothing the model knows is expected to be faster."]
+    if report.headroom:
+        parts += ["How far each part is from its bound:",
+                  _table(HEADROOM_HEADS, headroom_rows(report))]  # fmt: skip
     more = num_more(report)
     if more is not None:
         parts.append(more)

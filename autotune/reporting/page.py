@@ -1,19 +1,24 @@
 """The report as one HTML page that needs nothing but itself."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from autotune.explain.render import interval_text, number, percent, summary_text
-from autotune.report import verdict_text
+from autotune.explain.render import interval_text, number, summary_text
+from autotune.report import front_pick, front_rows, front_title, verdict_text
 from autotune.reporting.charts import Point, cycle_bars, point_color, scatter, term_color
 from autotune.reporting.content import LevelReport, Report
 from autotune.reporting.markup import Html, join, section, table, tag, text
 from autotune.reporting.style import CSS
 from autotune.reporting.words import (
+    HEADROOM_HEADS,
+    NOISE_HEADS,
     commands,
+    compared_rows,
+    flagged,
+    headroom_rows,
+    inside_text,
     lever_gain,
     next_steps,
+    noise_rows,
     num_more,
+    predicted_points,
     provenance_rows,
     ratio_text,
     share_text,
@@ -32,6 +37,7 @@ def page(report: Report) -> str:
         tag("p", subtitle(report), class_="soft"),
         _verdict(report),
         _levels(report),
+        _fronts(report),
         _floors(report),
         _timeline(report),
         _plot(report),
@@ -104,23 +110,34 @@ def _levels(report: Report) -> Html:
     return section("Best configuration by load", *body, anchor="best")
 
 
+def _fronts(report: Report) -> Html:
+    """Only where a study has several objectives."""
+    parts: list[object] = []
+    for front in report.outcome.fronts:
+        heads, rows = front_rows(front)
+        numeric = tuple(range(1, len(heads) - 1))
+        parts += [tag("h3", front_title(front)), table(heads, rows, numeric=numeric)]
+    if not parts:
+        return Html("")
+    return section("Pareto front", *parts, tag("p", front_pick(report.outcome)), anchor="pareto")
+
+
 def _toned(words: str, verdict: str) -> Html:
     return tag("span", words, class_=_TONES.get(verdict))
 
 
 def _floors(report: Report) -> Html:
-    floors = sorted(report.noise_floors.values(), key=lambda floor: floor.concurrency)
-    if not floors:
+    rows = noise_rows(report)
+    if not rows:
         return section("Noise floor", tag("p", "No A/A pair was measured."), anchor="noise")
-    rows = [(str(f.concurrency), f"±{100 * f.rel_floor:.1f} %", str(f.num_pairs)) for f in floors]
     told = (
         "The baseline measured twice, in turns: the largest difference that the 95 % interval of "
         "this A/A pair allows. A gain below it is not claimed."
     )
-    heads = ("concurrency", "noise floor", "pairs")
     return section(
-        "Noise floor", tag("p", told, class_="soft"), table(heads, rows, (0, 1, 2)), anchor="noise"
-    )
+        "Noise floor", tag("p", told, class_="soft"), table(NOISE_HEADS, rows, (0, 1, 2)),
+        anchor="noise",
+    )  # fmt: skip
 
 
 def _timeline(report: Report) -> Html:
@@ -182,28 +199,24 @@ def _term(name: str) -> Html:
 
 
 def _plot(report: Report) -> Html:
-    points = [
-        Point(
-            predicted=level.predicted.tokens_per_s,
-            measured=level.tokens_per_s.median,
-            concurrency=level.concurrency,
-            title=f"trial {trial.trial.number} at concurrency {level.concurrency}: "
-            f"{trial.trial.knobs.label()}; predicted {level.predicted.tokens_per_s.median:.1f}, "
-            f"measured {level.tokens_per_s.median:.1f} tok/s",
-            is_baseline=trial.trial.role in ("baseline", "aa"),
-        )
-        for trial in report.evidence.trials
-        for level in trial.levels
-        if level.predicted is not None and level.tokens_per_s is not None
-    ]
-    if not points:
+    found = predicted_points(report)
+    if not found:
         none = tag("p", "No trial has both a stored prediction and a measurement.")
         return section("Predicted against measured", none, anchor="predicted")
-    inside = sum(p.predicted.low <= p.measured <= p.predicted.high for p in points)
+    points = [
+        Point(
+            predicted=point.predicted,
+            measured=point.measured,
+            concurrency=point.concurrency,
+            title=f"trial {point.trial} at concurrency {point.concurrency}: {point.label}; "
+            f"predicted {point.predicted.median:.1f}, measured {point.measured:.1f} tok/s",
+            is_baseline=point.is_baseline,
+        )
+        for point in found
+    ]
     told = (
-        f"Each mark is one trial at one concurrency; its line is the 90 % interval that was "
-        f"predicted before the trial was measured. {inside} of {len(points)} measurements lie "
-        f"inside it."
+        "Each mark is one trial at one concurrency, a diamond the baseline; its line is the "
+        f"predicted interval. {inside_text(found)}"
     )
     levels = sorted({p.concurrency for p in points})
     legend = tag(
@@ -283,12 +296,7 @@ def _health(report: Report) -> Html:
                      else "warn"), f": {finding.reason}. {finding.fix}")
         for finding in report.findings
     ]  # fmt: skip
-    for level in report.levels:
-        for name, summary in (("baseline", level.outcome.baseline), ("best", level.outcome.best)):
-            if summary.flags:
-                flags = ", ".join(summary.flags)
-                line = f"concurrency {level.concurrency}, repeats of the {name}: {flags}"
-                notes.append(tag("p", line, class_="warn"))
+    notes += [tag("p", line, class_="warn") for line in flagged(report)]
     if not notes:
         notes = [tag("p", "Clocks, throttling, acceptance and the repeats show nothing odd.")]
     return section("Health of the runs", *notes, anchor="health")
@@ -297,16 +305,11 @@ def _health(report: Report) -> Html:
 def _compared(report: Report) -> Html:
     if not report.compared:
         return Html("")
-    rows = [
-        (str(detail.get("a")), str(detail.get("b")), str(level.get("answer")))
-        for detail in report.compared
-        for level in _mappings(detail.get("levels"))
-    ]
-    return section("Comparisons in turns", table(("A", "B", "answer"), rows), anchor="compared")
-
-
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [item for item in value or () if isinstance(item, dict)]
+    return section(
+        "Comparisons in turns",
+        table(("A", "B", "answer"), compared_rows(report)),
+        anchor="compared",
+    )
 
 
 def _next(report: Report) -> Html:
@@ -324,14 +327,10 @@ def _next(report: Report) -> Html:
     elif report.levels:
         parts.append(tag("p", "Nothing the model knows is expected to beat what was measured."))
     if report.headroom:
-        bounds = [
-            (str(level), item.term, number(item.now_ms), f"{number(item.bound_ms)} ({item.bound})",
-             percent(item.ratio), item.hint)
-            for level, item in report.headroom
-        ]  # fmt: skip
-        titles = ("concurrency", "part", "now, ms", "bound, ms", "would give", "a sign of")
         summary = tag("summary", "How far each part is from its bound")
-        parts.append(tag("details", summary, table(titles, bounds, (0, 2, 4))))
+        parts.append(
+            tag("details", summary, table(HEADROOM_HEADS, headroom_rows(report), (0, 2, 4)))
+        )
     more = num_more(report)
     if more is not None:
         parts.append(tag("p", more))

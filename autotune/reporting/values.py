@@ -6,6 +6,7 @@ from typing import Any
 from autotune.explain.render import to_json
 from autotune.report import outcome_mapping
 from autotune.reporting.content import Report
+from autotune.reporting.words import commands, flagged, next_steps, num_more, predicted_points
 
 
 def report_mapping(report: Report) -> dict[str, Any]:
@@ -21,6 +22,28 @@ def report_mapping(report: Report) -> dict[str, Any]:
             for level in report.levels
             if level.explanation is not None
         },
+        "predicted_against_measured": [
+            {**asdict(point), "inside": point.inside} for point in predicted_points(report)
+        ],
+        "importances": {
+            "concurrency": report.importance_level,
+            "knobs": [asdict(item) for item in report.importances],
+        },
+        "next_steps": [
+            {
+                "concurrency": level,
+                "lever": lever.name,
+                "change": lever.change,
+                "in_space": lever.in_space,
+                "probability": lever.gain.probability,
+                "speed_ratio": asdict(lever.gain.ratio),
+            }
+            for level, lever in next_steps(report)
+        ],
+        "headroom": [{"concurrency": level, **asdict(item)} for level, item in report.headroom],
+        "repeats_show": flagged(report),
+        "open_question": num_more(report),
+        "commands": commands(report),
         "settings": [asdict(setting) for setting in report.settings],
         "failures": [
             {"trial": f.number, "label": f.label, **f.failure.model_dump(mode="json")}

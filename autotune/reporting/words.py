@@ -1,13 +1,35 @@
 """Sentences and rows that the page and the Markdown report share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from autotune.explain.levers import Lever
+from autotune.explain.render import number, percent
 from autotune.reporting.content import Report
 from autotune.statistics import Ratio
+from model.spec import Interval
 
 _SHOWN_LEVERS = 4
+NOISE_HEADS = ("concurrency", "noise floor", "pairs")
+HEADROOM_HEADS = ("concurrency", "part", "now, ms", "bound, ms", "would give", "a sign of")
 _SHOWN_PACKAGES = ("torch", "triton", "sglang", "vllm", "transformers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedPoint:
+    """One trial at one level: what was predicted before it, and what was measured, tok/s."""
+
+    trial: int
+    concurrency: int
+    label: str
+    is_baseline: bool
+    predicted: Interval
+    measured: float
+
+    @property
+    def inside(self) -> bool:
+        """Whether the 90 % interval holds the measurement."""
+        return self.predicted.low <= self.measured <= self.predicted.high
 
 
 def subtitle(report: Report) -> str:
@@ -53,6 +75,67 @@ def next_steps(report: Report) -> Iterator[tuple[int, Lever]]:
         shown[level] = shown.get(level, 0) + 1
         if shown[level] <= _SHOWN_LEVERS:
             yield level, lever
+
+
+def noise_rows(report: Report) -> list[tuple[str, str, str]]:
+    """Concurrency, noise floor, pairs."""
+    floors = sorted(report.noise_floors.values(), key=lambda floor: floor.concurrency)
+    return [(str(f.concurrency), f"±{100 * f.rel_floor:.1f} %", str(f.num_pairs)) for f in floors]
+
+
+def headroom_rows(report: Report) -> list[tuple[str, ...]]:
+    """Concurrency, part, now, bound, what reaching it would give, what it is a sign of."""
+    return [
+        (str(level), item.term, number(item.now_ms), f"{number(item.bound_ms)} ({item.bound})",
+         percent(item.ratio), item.hint)
+        for level, item in report.headroom
+    ]  # fmt: skip
+
+
+def compared_rows(report: Report) -> list[tuple[str, str, str]]:
+    """A, B and the answer of each comparison in turns, by level."""
+    return [
+        (str(detail.get("a")), str(detail.get("b")), str(level.get("answer")))
+        for detail in report.compared
+        for level in detail.get("levels") or ()
+        if isinstance(level, dict)
+    ]
+
+
+def flagged(report: Report) -> list[str]:
+    """What the repeats of baseline and best show, a line each."""
+    return [
+        f"concurrency {level.concurrency}, repeats of the {name}: {', '.join(summary.flags)}"
+        for level in report.levels
+        for name, summary in (("baseline", level.outcome.baseline), ("best", level.outcome.best))
+        if summary.flags
+    ]
+
+
+def predicted_points(report: Report) -> list[PredictedPoint]:
+    """Every trial and level that has both a stored prediction and a measurement."""
+    return [
+        PredictedPoint(
+            trial=trial.trial.number,
+            concurrency=level.concurrency,
+            label=trial.trial.knobs.label(),
+            is_baseline=trial.trial.role in ("baseline", "aa"),
+            predicted=level.predicted.tokens_per_s,
+            measured=level.tokens_per_s.median,
+        )
+        for trial in report.evidence.trials
+        for level in trial.levels
+        if level.predicted is not None and level.tokens_per_s is not None
+    ]
+
+
+def inside_text(points: Sequence[PredictedPoint]) -> str:
+    """How many measurements their predictions held."""
+    inside = sum(point.inside for point in points)
+    return (
+        f"{inside} of {len(points)} measurements lie inside the 90 % interval that was predicted "
+        f"before the trial was measured."
+    )
 
 
 def num_more(report: Report) -> str | None:

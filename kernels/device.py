@@ -53,6 +53,32 @@ def prefetch_l2(pointers, PDL: tl.constexpr):
 
 
 @triton.jit
+def turn_among_last(counters, count, LAST: tl.constexpr):
+    """Which of the ``LAST`` last of ``count`` programs this is (0 and on), or a negative number.
+
+    They wait for one another: what all ``count`` programs stored is visible to each of them. Only
+    ``LAST`` programs wait, and only for programs that still run or have a place to start in as
+    long as the GPU holds more than ``LAST`` of them: see ``waiting_programs``. Two counters, 0
+    again afterwards.
+    """
+    tl.debug_barrier()
+    ticket = tl.atomic_add(counters, 1, sem="acq_rel")
+    turn = ticket - (count - LAST)
+    if LAST == 1:
+        if turn == 0:
+            tl.store(counters, 0)
+    elif turn >= 0:
+        arrived = tl.atomic_add(counters, 0, sem="acquire")
+        while arrived < count:
+            arrived = tl.atomic_add(counters, 0, sem="acquire")
+        # nobody looks any more once all have passed
+        if tl.atomic_add(counters + 1, 1, sem="acq_rel") == LAST - 1:
+            tl.store(counters, 0)
+            tl.store(counters + 1, 0)
+    return turn
+
+
+@triton.jit
 def last_to_arrive(counter, count):
     """True in the last of ``count`` programs to call this; what the others stored is visible then.
 

@@ -108,6 +108,17 @@ def num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def waiting_programs(device: torch.device, wanted: int, groups: int = 1) -> int:
+    """How many programs of each of ``groups`` may wait for the others (``turn_among_last``).
+
+    ``wanted``, unless all that wait might leave no multiprocessor to those they wait for: then 1,
+    which waits for nobody. The interpreter runs one program after the other, so 1 there.
+    """
+    if device.type == "cpu" or wanted * groups >= num_multiprocessors(device):
+        return 1
+    return wanted
+
+
 _counters: dict[torch.device, torch.Tensor] = {}
 
 

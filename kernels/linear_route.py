@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, require
+from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, require, waiting_programs
 from kernels.linear import linear_add, linear_add_ref
 from kernels.linear_route_kernels import linear_route_matrix_kernel, linear_route_vector_kernel
 from kernels.norm import Normed
@@ -172,7 +172,7 @@ def linear_route(
         router_EO, x_TK if bias_E is None else bias_E, weighted_TO, squares_NT, weight_TK,
         expert_TK,
         partial, torch.empty(blocks * num_tokens * block_e, **fp32),
-        torch.empty(blocks * num_tokens, **fp32), arrival_counters(device, blocks + 1),
+        torch.empty(blocks * num_tokens, **fp32), arrival_counters(device, blocks + 2),
         ahead, ahead_bytes, num_outputs, x_TK.stride(0), weight_OK.stride(0), router_EO.stride(0),
         eps, scale,
     )  # fmt: skip
@@ -180,9 +180,9 @@ def linear_route(
         "T": num_tokens, "K": num_inputs, "E": num_experts, "TOP": top_k,
         "HAS_RESIDUAL": residual_TO is not None, "HAS_BIAS": bias_E is not None,
         "SIGMOID": score == "sigmoid", "RENORMALIZE": renormalize, "NUM_BLOCKS": blocks,
+        "LAST": waiting_programs(device, min(num_tokens, blocks)),
         "BLOCK_O": block_o, "BLOCK_K": config["block_k"], "BLOCK_N": pow2(blocks),
-        # a warp a token: nothing crosses warps while choosing
-        "BLOCK_R": max(config["num_warps"], pow2(num_tokens)), "BLOCK_E": block_e,
+        "BLOCK_R": config["num_warps"], "BLOCK_E": block_e,
         "BLOCK_TOP": pow2(top_k), "PREFETCH": mode, "PDL": pdl, "launch_pdl": pdl,
         "num_warps": config["num_warps"],
     }  # fmt: skip

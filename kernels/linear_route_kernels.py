@@ -2,17 +2,17 @@
 
 T tokens, K inputs, OUT outputs (the residual stream), E experts, TOP experts per token. A program
 has finished columns of the residual stream in registers: their share of the router's logits and of
-the row's sum of squares costs it one small product. The last program of all adds the shares, scales
-the logits by the norm and chooses.
+the row's sum of squares costs it one small product. The last programs, one a token, add the shares,
+scale the logits by the norm and choose.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.device import dot, last_to_arrive, wait_for_predecessor
+from kernels.device import dot, last_to_arrive, turn_among_last, wait_for_predecessor
 from kernels.linear_kernels import LAST_PROGRAMS, matrix_product
 from kernels.prefetch import prefetch_from_last
-from kernels.router import choose
+from kernels.router_kernels import choose_one
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def linear_route_vector_kernel(
     OUT, x_stride, weight_stride, router_stride, eps, scale,
     T: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    RENORMALIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, LAST: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -66,12 +66,11 @@ def linear_route_vector_kernel(
     share = tl.sum(router_tile.to(tl.float32) * weighted[None, :], axis=1)
     tl.store(partial_logits + pid * BLOCK_E + e, share)
     tl.store(partial_squares + pid, tl.sum(wide * wide, axis=0))
-    if last_to_arrive(counters, NUM_BLOCKS):
-        _choose_from_shares(
-            partial_logits, partial_squares, bias, norm_squares, out_weight, out_expert, OUT, eps,
-            scale, T, E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, NUM_BLOCKS, BLOCK_N, BLOCK_R,
-            BLOCK_E, BLOCK_TOP,
-        )  # fmt: skip
+    _choose_from_shares(
+        partial_logits, partial_squares, counters, bias, norm_squares, out_weight, out_expert, OUT,
+        eps, scale, T, E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, NUM_BLOCKS, LAST, BLOCK_N, BLOCK_R,
+        BLOCK_E, BLOCK_TOP,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -81,7 +80,7 @@ def linear_route_matrix_kernel(
     OUT, x_stride, weight_stride, router_stride, eps, scale,
     T: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    RENORMALIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, LAST: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr,
@@ -134,52 +133,27 @@ def linear_route_matrix_kernel(
         at = (pid_o * T + t)[:, None] * BLOCK_E + e[None, :]
         tl.store(partial_logits + at, share, mask=(t < T)[:, None])
         tl.store(partial_squares + pid_o * T + t, tl.sum(wide * wide, axis=1), mask=t < T)
-        if last_to_arrive(counters + NUM_BLOCKS, NUM_BLOCKS):
-            _choose_from_shares(
-                partial_logits, partial_squares, bias, norm_squares, out_weight, out_expert, OUT,
-                eps, scale, T, E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, NUM_BLOCKS, BLOCK_N,
-                BLOCK_R, BLOCK_E, BLOCK_TOP,
-            )  # fmt: skip
+        _choose_from_shares(
+            partial_logits, partial_squares, counters + NUM_BLOCKS, bias, norm_squares, out_weight,
+            out_expert, OUT, eps, scale, T, E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, NUM_BLOCKS,
+            LAST, BLOCK_N, BLOCK_R, BLOCK_E, BLOCK_TOP,
+        )  # fmt: skip
 
 
 @triton.jit
 def _choose_from_shares(
-    partial_logits, partial_squares, bias, norm_squares, out_weight, out_expert, OUT, eps, scale,
+    partial_logits, partial_squares, counters, bias, norm_squares, out_weight, out_expert, OUT, eps,
+    scale,
     T: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, LAST: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr,
 ):  # fmt: skip
-    e = tl.arange(0, BLOCK_E)
-    # as many rows as warps: choosing then crosses none
-    r = tl.arange(0, BLOCK_R)
-    logits = tl.zeros([BLOCK_R, BLOCK_E], dtype=tl.float32)
-    squares = tl.zeros([BLOCK_R], dtype=tl.float32)
-    if T == 1:
-        # all warps take part in adding up the one token's shares
-        n = tl.arange(0, BLOCK_N)
-        shares = tl.load(
-            partial_logits + n[:, None] * BLOCK_E + e[None, :],
-            mask=(n < NUM_BLOCKS)[:, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        logits += tl.sum(shares, axis=0)[None, :]
-        square = tl.load(
-            partial_squares + n, mask=n < NUM_BLOCKS, other=0.0, cache_modifier=".cg"
-        )  # fmt: skip
-        squares += tl.sum(square, axis=0)
-    else:
-        for n in tl.static_range(NUM_BLOCKS):
-            at = (n * T + r)[:, None] * BLOCK_E + e[None, :]
-            logits += tl.load(
-                partial_logits + at, mask=(r < T)[:, None], other=0.0, cache_modifier=".cg"
-            )
-            squares += tl.load(
-                partial_squares + n * T + r, mask=r < T, other=0.0, cache_modifier=".cg"
-            )
-    tl.store(norm_squares + r, squares, mask=r < T)
-    choose(
-        logits * tl.rsqrt(squares / OUT + eps)[:, None], r, r < T, bias, out_weight, out_expert,
-        scale,
-        E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, BLOCK_R, BLOCK_E, BLOCK_TOP,
-    )  # fmt: skip
+    turn = turn_among_last(counters, NUM_BLOCKS, LAST)
+    if turn >= 0:
+        for t in range(turn, T, LAST):
+            square = choose_one(
+                partial_logits + t * BLOCK_E, T * BLOCK_E, partial_squares + t, T, t, bias,
+                out_weight, out_expert, OUT, eps, scale, E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE,
+                NUM_BLOCKS, True, BLOCK_N, BLOCK_R, BLOCK_E, BLOCK_TOP,
+            )  # fmt: skip
+            tl.store(norm_squares + t, square)

@@ -1,0 +1,215 @@
+"""The kernels behind ``router``.
+
+T tokens, E experts, K experts per token, H hidden.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.device import dot, prefetch_l2, turn_among_last, wait_for_predecessor
+from kernels.prefetch import prefetch_from_last
+
+#: programs that fetch ahead
+LAST_PROGRAMS = tl.constexpr(1024)
+
+
+@triton.jit
+def choose(
+    logits, t, in_t, bias, out_weight, out_expert, scale,
+    E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Store the K best of each token's E logits and their weights."""
+    e = tl.arange(0, BLOCK_E)
+    is_expert = (e < E)[None, :]
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        shifted = tl.where(is_expert, logits, float("-inf"))
+        score = tl.exp(shifted - tl.max(shifted, axis=1)[:, None])
+        score = score / tl.sum(score, axis=1)[:, None]
+    choice = score
+    if HAS_BIAS:
+        choice = score + tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
+    choice = tl.where(is_expert, choice, float("-inf"))
+    k = tl.arange(0, BLOCK_K)
+    chosen = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.int32)
+    weight = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.float32)
+    # as integers of the same order: a warp finds the largest of those in one instruction
+    key = choice.to(tl.int32, bitcast=True)
+    key = key ^ ((key >> 31) & 0x7FFFFFFF)
+    for n in tl.static_range(K):
+        best = tl.max(key, axis=1)
+        # in range even where NaN leaves nothing to find
+        index = tl.min(tl.where(key == best[:, None], e[None, :], E - 1), axis=1)
+        here = e[None, :] == index[:, None]
+        if HAS_BIAS:
+            value = tl.sum(tl.where(here, score, 0.0), axis=1)
+        else:
+            # scores are not negative, so the integer is the number's own bits
+            value = best.to(tl.float32, bitcast=True)
+        key = tl.where(here, -2147483648, key)
+        chosen = tl.where(k[None, :] == n, index[:, None], chosen)
+        weight = tl.where(k[None, :] == n, value[:, None], weight)
+    if RENORMALIZE:
+        weight = weight / tl.sum(weight, axis=1)[:, None]
+    where = t.to(tl.int64)[:, None] * K + k[None, :]
+    shown = in_t[:, None] & (k < K)[None, :]
+    tl.store(out_weight + where, weight * scale, mask=shown)
+    tl.store(out_expert + where, chosen.to(tl.int64), mask=shown)
+
+
+@triton.jit
+def choose_one(
+    logits, logits_stride, squares, squares_stride, t, bias, out_weight, out_expert, H, eps, scale,
+    E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``choose`` for token ``t``, whose logits and sum of squares are in ``PARTS`` parts.
+
+    Returns the sum of squares. Every warp has a row of its own and does the same: nothing crosses
+    warps while choosing.
+    """
+    e = tl.arange(0, BLOCK_E)
+    n = tl.arange(0, BLOCK_PARTS)
+    r = tl.arange(0, BLOCK_R)
+    parts = tl.load(
+        logits + n[:, None] * logits_stride + e[None, :],
+        mask=(n < PARTS)[:, None] & (e < E)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    total = tl.sum(parts, axis=0)
+    square = 0.0
+    if HAS_NORM:
+        square = tl.sum(
+            tl.load(squares + n * squares_stride, mask=n < PARTS, other=0.0, cache_modifier=".cg"),
+            axis=0,
+        )
+        total *= tl.rsqrt(square / H + eps)
+    choose(
+        tl.zeros([BLOCK_R, BLOCK_E], dtype=tl.float32) + total[None, :], t + 0 * r, r == 0, bias,
+        out_weight, out_expert, scale, E, K, HAS_BIAS, SIGMOID, RENORMALIZE, BLOCK_R, BLOCK_E,
+        BLOCK_K,
+    )  # fmt: skip
+    return square
+
+
+@triton.jit
+def route_kernel(
+    logits, bias, out_weight, out_expert, T, logits_stride, scale,
+    E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)
+    in_t = t < T
+    wait_for_predecessor(PDL)
+    values = tl.load(
+        logits + t.to(tl.int64)[:, None] * logits_stride + e[None, :],
+        mask=in_t[:, None] & (e < E)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    choose(
+        values, t, in_t, bias, out_weight, out_expert, scale,
+        E, K, HAS_BIAS, SIGMOID, RENORMALIZE, BLOCK_T, BLOCK_E, BLOCK_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def norm_route_kernel(
+    x, gain, weight, bias, out_weight, out_expert, partial, partial_squares, counters,
+    ahead, ahead_bytes, T, x_stride, weight_stride, eps, scale,
+    H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, SPLIT: tl.constexpr,
+    LAST: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0)
+    block = tl.program_id(1)
+    PART: tl.constexpr = (H + SPLIT * BLOCK_H - 1) // (SPLIT * BLOCK_H) * BLOCK_H
+    t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)
+    h = split * PART + tl.arange(0, BLOCK_H)
+    in_t = t < T
+    if PDL:
+        LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
+        line = tl.arange(0, BLOCK_H // LINE if BLOCK_H >= LINE else 1) * LINE
+        row = tl.minimum(e, E - 1).to(tl.int64)[:, None] * weight_stride
+        for h0 in range(0, PART, BLOCK_H):
+            column = tl.minimum(split * PART + h0 + line, H - 1)
+            prefetch_l2(weight + row + column[None, :], PDL)
+    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
+    wait_for_predecessor(PDL)
+    logits = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_T], dtype=tl.float32)
+    for h0 in tl.range(0, PART, BLOCK_H, num_stages=STAGES):
+        in_h = h0 + h < H
+        tile = tl.load(
+            weight + e.to(tl.int64)[:, None] * weight_stride + (h0 + h)[None, :],
+            mask=(e < E)[:, None] & in_h[None, :],
+            other=0.0,
+        )
+        v = tl.load(
+            x + t.to(tl.int64)[:, None] * x_stride + (h0 + h)[None, :],
+            mask=in_t[:, None] & in_h[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        squares += tl.sum(v * v, axis=1)
+        v *= tl.load(gain + h0 + h, mask=in_h, other=0.0).to(tl.float32)[None, :]
+        logits = dot(v.to(tile.dtype), tl.trans(tile), logits, PRECISION)
+    inner = tl.arange(0, BLOCK_T)
+    base = partial + block.to(tl.int64) * (SPLIT * BLOCK_T * BLOCK_E)
+    base_squares = partial_squares + block * (SPLIT * BLOCK_T)
+    at = inner[:, None] * BLOCK_E + e[None, :]
+    shown = in_t[:, None] & (e < E)[None, :]
+    tl.store(base + split * (BLOCK_T * BLOCK_E) + at, logits, mask=shown)
+    tl.store(base_squares + split * BLOCK_T + inner, squares)
+    turn = turn_among_last(counters + 2 * block, SPLIT, LAST)
+    if turn >= 0:
+        for r in range(turn, tl.minimum(T - block * BLOCK_T, BLOCK_T), LAST):
+            choose_one(
+                base + r * BLOCK_E, BLOCK_T * BLOCK_E, base_squares + r, BLOCK_T,
+                block * BLOCK_T + r, bias, out_weight, out_expert, H, eps, scale, E, K, HAS_BIAS,
+                SIGMOID, RENORMALIZE, SPLIT, True, BLOCK_PARTS, BLOCK_R, BLOCK_E, BLOCK_K,
+            )  # fmt: skip
+
+
+@triton.jit
+def norm_route_rows_kernel(
+    x, gain, weight, bias, out_weight, out_expert, logits, counters,
+    ahead, ahead_bytes, x_stride, weight_stride, eps, scale,
+    T: tl.constexpr, H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * ROWS
+    rows = first + tl.arange(0, ROWS)
+    h = tl.arange(0, BLOCK_H)
+    in_h = h < H
+    tile = tl.load(
+        weight + rows.to(tl.int64)[:, None] * weight_stride + h[None, :],
+        mask=(rows < E)[:, None] & in_h[None, :],
+        other=0.0,
+    )
+    g = tl.load(gain + h, mask=in_h, other=0.0).to(tl.float32)
+    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
+    wait_for_predecessor(PDL)
+    for t in tl.static_range(T):
+        v = tl.load(x + t * x_stride + h, mask=in_h, other=0.0).to(tl.float32)
+        y = tl.sum(tile.to(tl.float32) * (v * g)[None, :], axis=1)
+        y *= tl.rsqrt(tl.sum(v * v, axis=0) / H + eps)
+        tl.store(logits + t * BLOCK_E + rows, y, mask=rows < E)
+    turn = turn_among_last(counters, tl.num_programs(0), LAST)
+    if turn >= 0:
+        for token in range(turn, T, LAST):
+            choose_one(
+                logits + token * BLOCK_E, 0, logits, 0, token, bias, out_weight, out_expert, H,
+                eps, scale,
+                E, K, HAS_BIAS, SIGMOID, RENORMALIZE, 1, False, 1, BLOCK_R, BLOCK_E, BLOCK_K,
+            )  # fmt: skip

@@ -47,9 +47,11 @@ class Bodies:
         seeds: Seeds | None,
         speculation: SpeculationConfig,
         state_4B: torch.Tensor,
+        embedded_BH: torch.Tensor,
         draws: Draws,
     ) -> None:
         self.model, self.draft_model, self.seeds = model, draft_model, seeds
+        self.embedded_BH = embedded_BH
         self.speculation, self.state_4B, self.draws = speculation, state_4B, draws
         self.device = state_4B.device
         self.rows = rows = state_4B.shape[1]
@@ -79,14 +81,11 @@ class Bodies:
         self._rate_D = None if rates is None else torch.tensor(rates, device=self.device)
 
     def decode(self, timer: Timer, record_BX: torch.Tensor) -> None:
-        """One plain step."""
+        """One plain step; its tokens' embeddings come from the step before."""
         slot_B, last_B, prefix_B, _ = self.state_4B
         batch = Batch(last_B[:, None], prefix_B[:, None], slot_B, prefix_B, None)
-        hidden_NH = self._forward(batch, timer, "decode")
-        token_B, value_B = self.model.best(hidden_NH)
-        timer.mark("decode.head")
-        self.model.ops.advance(token_B, value_B, self.state_4B, record_BX)
-        timer.mark("sample")
+        hidden_BH = self._forward(batch, timer, "decode", self.embedded_BH)
+        self.model.finish(hidden_BH, self.state_4B, record_BX, self.embedded_BH, timer)
 
     def draft(self) -> None:
         """Draft on rank 0; every rank gets the tree."""
@@ -166,12 +165,19 @@ class Bodies:
         seed_BH = self.model.ops.pick(out_NH, self.count_B, slot_B, seeds.hidden_SH)
         seeds.settle(model, slot_B, seed_BH, with_logits=self.speculation.topk > 1)
 
-    def _forward(self, batch: Batch, timer: Timer, phase: str) -> torch.Tensor:
+    def _forward(
+        self, batch: Batch, timer: Timer, phase: str, embedded_NH: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The target's forward; keeps captured states, and the experts when laps are taken."""
         takes_laps = hasattr(timer, "marks")
         self.model.expert_log = [] if takes_laps else None
         hidden_NH, _ = self.model.forward_few(
-            batch, timer, phase, self.captured_NF, captures=self.captured_NF is not None
+            batch,
+            timer,
+            phase,
+            self.captured_NF,
+            captures=self.captured_NF is not None,
+            embedded_NH=embedded_NH,
         )
         log, self.model.expert_log = self.model.expert_log, None
         if log:

@@ -35,6 +35,10 @@ class Dense:
             return num_rows > FUSED_MAX_ROWS
         return self.choice == "vendor"
 
+    def uses_vendor_head(self, num_rows: int) -> bool:
+        """The same for the head."""
+        return self.uses_vendor(num_rows) and num_rows > self.head_max_rows
+
     def norm_linear(
         self, x_TK: torch.Tensor, norm_K: torch.Tensor, eps: float, weight_OK: torch.Tensor
     ) -> torch.Tensor:
@@ -62,7 +66,7 @@ class Dense:
 
         For many rows too the fused kernel is ahead: it writes no logits.
         """
-        if self.uses_vendor(len(x_TK)) and len(x_TK) > self.head_max_rows:
+        if self.uses_vendor_head(len(x_TK)):
             best = F.linear(self.ops.rms_norm(x_TK, norm_K, eps), weight_OK).max(-1)
             return best.indices, best.values.float()
         token_T, value_T = self.ops.norm_linear_argmax(x_TK, norm_K, eps, weight_OK)

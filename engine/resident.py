@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn.functional import embedding
 
 from engine.bodies import NUM_DRAWS, Bodies, Draws
 from engine.config import CudaGraph, SpeculationConfig
@@ -27,7 +28,7 @@ from engine.prefill import Prefill
 from engine.resident_orders import PREFILL, PREPARE, PREPARE_PREFILL, START
 from engine.target import TargetModel
 from engine.timing import NoTimer, Timer
-from kernels.cycle import SLOT
+from kernels.cycle import LAST, SLOT
 
 #: batch sizes that get graphs; a batch runs at the next of them
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -71,6 +72,9 @@ class Resident:
         self.speculation = SpeculationConfig()
         #: [slot, last token, settled rows, tokens still to deliver] of each row
         self.state_4B = torch.zeros(4, bucket(slots), dtype=torch.int64, device=self.device)
+        embed_VH = model.weights.embed_VH
+        #: embeddings of the rows' last tokens: what a plain cycle starts from
+        self.embedded_BH = embed_VH.new_zeros(bucket(slots), embed_VH.shape[1])
         self._blank()
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._shapes: dict[tuple[SpeculationConfig, int], _Shape] = {}
@@ -114,7 +118,7 @@ class Resident:
         kept_4B, draw_1 = self.state_4B.clone(), self._draws.next_1.clone()
         self._blank()
         self._shapes[self.speculation, rows] = self._shape(rows)
-        self.state_4B.copy_(kept_4B)
+        self._set_state(kept_4B)
         self._draws.next_1.copy_(draw_1)
 
     def prepare_prefill(self, length: int, last: bool) -> None:
@@ -135,8 +139,10 @@ class Resident:
         num_rows = plan_5B.shape[1]
         plan_5B = plan_5B.to(self.device, non_blocking=True)
         kept_4B = self.state_4B[:, plan_5B[0].clamp(min=0)]
-        self._blank()
+        self.state_4B.zero_()
+        self.state_4B[SLOT] = self.slots
         self.state_4B[:, :num_rows] = torch.where(plan_5B[0] < 0, plan_5B[1:], kept_4B)
+        self._embed()
 
     def cycle(self, num_rows: int, times: SegmentTimes) -> torch.Tensor:
         """Queue one cycle; returns the buffer that will hold its report (rank 0 reads it), 1BX."""
@@ -206,6 +212,14 @@ class Resident:
     def _blank(self) -> None:
         self.state_4B.zero_()
         self.state_4B[SLOT] = self.slots
+        self._embed()
+
+    def _set_state(self, state_4B: torch.Tensor) -> None:
+        self.state_4B.copy_(state_4B)
+        self._embed()
+
+    def _embed(self) -> None:
+        self.embedded_BH.copy_(embedding(self.state_4B[LAST], self.model.weights.embed_VH))
 
     def _all_segments(self) -> Iterator[Segment]:
         for shape in self._shapes.values():
@@ -221,6 +235,7 @@ class Resident:
             self.seeds,
             spec,
             self.state_4B[:, :rows],
+            self.embedded_BH[:rows],
             self._draws,
         )
         size = (FLIGHT, rows, bodies.num_values)

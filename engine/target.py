@@ -19,6 +19,7 @@ from engine.policy import Policies
 from engine.shapes import TargetShape
 from engine.timing import Timer
 from engine.weights import TargetLayer, TargetWeights
+from kernels.cycle import LAST
 from kernels.opset import OpSet
 
 
@@ -139,12 +140,13 @@ class TargetModel:
         captured_out: torch.Tensor | None = None,
         *,
         captures: bool,
+        embedded_NH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As ``forward`` for few tokens, in six kernels a layer where the ops are fused.
 
         Returns the residual stream (N, H) before the last norm and, with ``captures``, the captured
-        hidden states, which are written to ``captured_out`` where given. Larger batches go through
-        ``forward``.
+        hidden states, which are written to ``captured_out`` where given. ``embedded`` are the
+        tokens' embeddings where they are at hand. Larger batches go through ``forward``.
         """
         num_tokens = batch.token_BT.shape[1]
         if num_tokens > FUSED_TOKENS or batch.token_BT.numel() > FUSED_ROWS:
@@ -153,7 +155,9 @@ class TargetModel:
             if captured_out is not None and captured_NF is not None:
                 captured_NF = captured_out.copy_(captured_NF)
             return out.x_NH + out.residual_NH, captured_NF
-        hidden_NH = F.embedding(batch.token_BT.reshape(-1), self.weights.embed_VH)
+        hidden_NH = embedded_NH
+        if hidden_NH is None:
+            hidden_NH = F.embedding(batch.token_BT.reshape(-1), self.weights.embed_VH)
         timer.mark(f"{phase}.other")
         # a kernel after an event has no kernel before it to start early beside
         takes_laps = hasattr(timer, "marks")
@@ -265,6 +269,35 @@ class TargetModel:
         best_N = all_R2N[:, 0].argmax(0, keepdim=True)
         picked_2N = all_R2N.gather(0, best_N.expand(2, -1)[None])[0]
         return picked_2N[1].long(), picked_2N[0]
+
+    def finish(
+        self,
+        hidden_BH: torch.Tensor,
+        state_4B: torch.Tensor,
+        record_BX: torch.Tensor,
+        next_BH: torch.Tensor,
+        timer: Timer,
+    ) -> None:
+        """End a plain cycle: best tokens, state, report, and the next cycle's embeddings."""
+        ops, weights = self.ops, self.weights
+        if self.group.tp == 1 and not self.dense.uses_vendor_head(len(hidden_BH)):
+            ops.finish(
+                hidden_BH,
+                weights.norm_H,
+                self.shape.rms_eps,
+                weights.head_RH,
+                state_4B,
+                record_BX,
+                weights.embed_VH,
+                next_BH,
+            )
+            timer.mark("decode.head")
+            return
+        token_B, value_B = self.best(hidden_BH)
+        timer.mark("decode.head")
+        ops.advance(token_B, value_B, state_4B, record_BX)
+        next_BH.copy_(F.embedding(state_4B[LAST], weights.embed_VH))
+        timer.mark("sample")
 
     def _attention(
         self, layer: TargetLayer, i: int, y_NH: torch.Tensor, position_N: torch.Tensor, batch: Batch

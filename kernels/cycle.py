@@ -3,15 +3,19 @@
 The state of the rows is ``state_4B``: slot, last token, rows settled in the cache, tokens still to
 deliver. A row with nothing left to deliver stays as it is. Legend: B rows, T nodes of a row's tree,
 A = T longest path, L longest accepted path with its root, X = 2 L values a row reports, Q draws
-before they repeat, D depths.
+before they repeat, D depths, V vocabulary, H hidden.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch.nn.functional import embedding
 
 from kernels.device import wait_for_predecessor
+from kernels.head import first_best, norm_linear_argmax_ref
 from kernels.launch import cdiv, launch, pdl_for, pow2, require
+from kernels.linear import run_linear
+from kernels.norm import Normed
 
 #: rows of the state matrix
 SLOT, LAST, PREFIX, LEFT = range(4)
@@ -33,6 +37,26 @@ def advance_ref(
     last_B.copy_(torch.where(left_B > 0, token_B, last_B))
     left_B -= (left_B > 0).long()
     prefix_B += (left_B > 0).long()
+
+
+def finish_ref(
+    x_BH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    eps: float,
+    weight_VH: torch.Tensor,
+    state_4B: torch.Tensor,
+    record_B1: torch.Tensor,
+    embed_VH: torch.Tensor,
+    next_BH: torch.Tensor,
+    normed: Normed | None = None,
+) -> None:
+    """The whole end of a plain cycle on one rank: head, ``advance``, and what the next one reads.
+
+    ``next`` becomes the embeddings of the rows' last tokens; it may be ``x`` itself.
+    """
+    token_B, value_B = norm_linear_argmax_ref(x_BH, norm_weight_H, eps, weight_VH)
+    advance_ref(token_B, value_B, state_4B, record_B1)
+    next_BH.copy_(embedding(state_4B[LAST], embed_VH))
 
 
 def settle_ref(
@@ -125,6 +149,34 @@ def advance_kernel(
 
 
 @triton.jit
+def finish_kernel(
+    best_value, best_index, state, record, embed, following, num_blocks, B, H, state_stride,
+    record_stride, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    wait_for_predecessor(PDL)
+    logit, chosen = first_best(best_value, best_index, b, num_blocks, B, BLOCK)
+    chosen = chosen.to(tl.int64)
+    sound = (logit - logit) == 0.0
+    tl.store(record + b * record_stride, tl.where(sound, chosen, -1))
+    last_at = state + _LAST * state_stride + b
+    prefix_at = state + _PREFIX * state_stride + b
+    left_at = state + _LEFT * state_stride + b
+    left = tl.load(left_at)
+    last = tl.load(last_at)
+    prefix = tl.load(prefix_at)
+    if left > 0:
+        left -= 1
+        last = chosen
+        tl.store(last_at, last)
+        tl.store(left_at, left)
+        tl.store(prefix_at, prefix + (left > 0).to(tl.int64))
+    h = tl.arange(0, BLOCK_H)
+    row = tl.load(embed + last * H + h, mask=h < H, other=0.0)
+    tl.store(following + b * H + h, row, mask=h < H)
+
+
+@triton.jit
 def settle_kernel(
     token, rank, path, count, next_token, target, value, state, start, record, draw,
     T, L, state_stride, num_draws,
@@ -203,6 +255,42 @@ def advance(
         advance_kernel, (cdiv(num_rows, _BLOCK_B),), token_B, value_B, state_4B, record_B1,
         num_rows, state_4B.stride(0), record_B1.stride(0), BLOCK=_BLOCK_B, PDL=pdl,
         launch_pdl=pdl, num_warps=2,
+    )  # fmt: skip
+
+
+def finish(
+    x_BH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    eps: float,
+    weight_VH: torch.Tensor,
+    state_4B: torch.Tensor,
+    record_B1: torch.Tensor,
+    embed_VH: torch.Tensor,
+    next_BH: torch.Tensor,
+    normed: Normed | None = None,
+) -> None:
+    """As ``finish_ref``, in two launches; no logits reach memory."""
+    num_rows, hidden = next_BH.shape
+    require(
+        state_4B.shape == (4, num_rows) and state_4B.stride(1) == 1,
+        f"finish: state {list(state_4B.shape)} must hold 4 x {num_rows} values, rows contiguous",
+    )
+    require(
+        next_BH.is_contiguous() and embed_VH.is_contiguous() and embed_VH.shape[1] == hidden,
+        f"finish: embeddings {list(embed_VH.shape)} and rows {list(next_BH.shape)} do not fit",
+    )
+    _, _, value, index = run_linear(
+        "lm_head", x_BH, weight_VH, gain_K=norm_weight_H, eps=eps, store=False, argmax=True,
+        normed=normed,
+    )  # fmt: skip
+    assert value is not None
+    assert index is not None
+    num_blocks, pdl = value.shape[0], pdl_for(x_BH.device)
+    launch(
+        finish_kernel, (num_rows,), value, index, state_4B, record_B1, embed_VH, next_BH,
+        num_blocks, num_rows, hidden, state_4B.stride(0), record_B1.stride(0),
+        BLOCK=min(8192, pow2(num_blocks)), BLOCK_H=pow2(hidden), PDL=pdl, launch_pdl=pdl,
+        num_warps=16,
     )  # fmt: skip
 
 

@@ -29,11 +29,8 @@ def norm_linear_argmax_ref(
 
 
 @triton.jit
-def argmax_blocks_kernel(
-    best_value, best_index, token, logit, num_blocks, T, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    t = tl.program_id(0)
-    wait_for_predecessor(PDL)
+def first_best(best_value, best_index, t, num_blocks, T, BLOCK: tl.constexpr):
+    """The largest of the blocks' best values of token ``t``, and the first index that has it."""
     value = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     index = tl.full([BLOCK], 2147483647, dtype=tl.int32)
     for start in range(0, num_blocks, BLOCK):
@@ -46,7 +43,17 @@ def argmax_blocks_kernel(
         index = tl.where(better, i, index)
     best = tl.max(value, axis=0)
     found = tl.min(tl.where(value == best, index, 2147483647), axis=0)
-    tl.store(token + t, tl.where(found == 2147483647, 0, found).to(tl.int64))
+    return best, tl.where(found == 2147483647, 0, found)
+
+
+@triton.jit
+def argmax_blocks_kernel(
+    best_value, best_index, token, logit, num_blocks, T, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    t = tl.program_id(0)
+    wait_for_predecessor(PDL)
+    best, found = first_best(best_value, best_index, t, num_blocks, T, BLOCK)
+    tl.store(token + t, found.to(tl.int64))
     tl.store(logit + t, best)
 
 

@@ -12,7 +12,7 @@ The basic ops come first, one per mathematical step. The fused ops are what a fo
     weight, expert = norm_route(x, mlp_norm, eps, router_weight, top_k)
     x = norm_moe_add(x, mlp_norm, eps, gate_up, down, weight, expert, x)       (two kernels)
 
-and ``norm_lm_head`` or ``norm_linear_argmax`` at the end; ``advance`` or ``settle`` ends a cycle
+and ``norm_lm_head`` or ``norm_linear_argmax`` at the end; ``finish`` or ``settle`` ends a cycle
 whose state lives on the device (``kernels.cycle``). x is the residual stream throughout. With
 tensor parallelism one rank passes the residual to ``linear_add`` and ``norm_moe_add`` and the
 others None; the all-reduced sum is then the new residual stream. All ops can be captured in a CUDA
@@ -25,7 +25,16 @@ from functools import cache
 from typing import Any
 
 from kernels.attention import tree_attention, tree_attention_ref
-from kernels.cycle import advance, advance_ref, force, force_ref, settle, settle_ref
+from kernels.cycle import (
+    advance,
+    advance_ref,
+    finish,
+    finish_ref,
+    force,
+    force_ref,
+    settle,
+    settle_ref,
+)
 from kernels.draft_ops import (
     draft_input,
     draft_input_ref,
@@ -106,6 +115,7 @@ class OpSet:
     pick: Op
     force: Op
     advance: Op
+    finish: Op
     settle: Op
 
 
@@ -143,6 +153,7 @@ def opset(name: str) -> OpSet:
             pick=pick_ref,
             force=force_ref,
             advance=advance_ref,
+            finish=finish_ref,
             settle=settle_ref,
         )
     if name == "triton":
@@ -176,6 +187,7 @@ def opset(name: str) -> OpSet:
             pick=pick,
             force=force,
             advance=advance,
+            finish=finish,
             settle=settle,
         )
     raise ValueError(f"unknown op set {name!r}; known: {', '.join(NAMES)}")

@@ -26,7 +26,7 @@ def _state(device: torch.device, capacity: int = 300) -> torch.Tensor:
     return whole.to(device)
 
 
-def assert_same_in_place(name: str, *args: torch.Tensor | int | None, at: int) -> None:
+def assert_same_in_place(name: str, *args: torch.Tensor | float | None, at: int) -> None:
     """As ``assert_same``; argument ``at`` is the state, given as columns of a wider matrix."""
     left = []
     for ops in (REFERENCE, TRITON):
@@ -47,6 +47,27 @@ def test_advance_equals_reference(device: torch.device, rows: int) -> None:
     record = torch.full((rows, 1), 7)
     args = (token.to(device), value.to(device), _state(device), record.to(device))
     assert_same_in_place("advance", *args, at=2)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 17])
+def test_finish_equals_reference(device: torch.device, dtype: torch.dtype, rows: int) -> None:
+    x = randn(device, dtype, rows, 64)
+    if rows > 1:
+        x[1] = float("nan")
+    # wide logits, so that rounding cannot swap the best two
+    weight = randn(device, dtype, 300, 64, scale=4.0)
+    assert_same_in_place(
+        "finish",
+        x,
+        randn(device, dtype, 64),
+        1e-6,
+        weight,
+        _state(device),
+        torch.full((rows, 1), 7, device=device),
+        randn(device, dtype, 300, 64),
+        torch.empty(rows, 64, dtype=dtype, device=device),
+        at=4,
+    )
 
 
 @pytest.mark.parametrize("forced", [False, True], ids=["judged", "synthetic"])

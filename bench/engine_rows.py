@@ -82,22 +82,22 @@ def shares_of_floor(
 
 
 def measure(
-    engine: Engine, batch: int, speculation: SpeculationConfig, repeats: int, seed: int = 1
+    engine: Engine, batch: int, speculation: SpeculationConfig, repeats: int
 ) -> dict[str, Any]:
-    """One row of wall, busy and spread."""
-    asks = {new: requests(batch, new, seed) for new in (LONG, SHORT)}
+    """One row of wall, busy and spread; every repeat has prompts of its own, as routing varies."""
 
-    def wall(new: int) -> tuple[float, RunResult]:
+    def wall(new: int, seed: int) -> tuple[float, RunResult]:
+        asks = requests(batch, new, seed)
         start_s = time.perf_counter()
-        run = engine.generate(asks[new], speculation, concurrency=batch)
+        run = engine.generate(asks, speculation, concurrency=batch)
         return time.perf_counter() - start_s, run
 
     for new in (LONG, SHORT):
-        wall(new)
+        wall(new, 0)
     longs, shorts = [], []
-    for _ in range(repeats):
-        longs.append(wall(LONG))
-        shorts.append(wall(SHORT)[0])
+    for seed in range(1, repeats + 1):
+        longs.append(wall(LONG, seed))
+        shorts.append(wall(SHORT, seed)[0])
     runs = [run for _, run in longs]
     steps = runs[0].num_cycles
     short_s = statistics.median(shorts)
@@ -116,11 +116,16 @@ def measure(
         "steps": steps,
         "prefill_s": short_s,
         "accept_length": last.counters.accept_length,
-        "distinct_experts": last.distinct_experts,
+        "distinct_experts": _mean([r.distinct_experts for r in runs]),
         "path": last.path,
         "graphs": dict(last.graphs),
         "repeats": repeats,
     }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return statistics.mean(known) if known else None
 
 
 def add_floors(row: dict[str, Any], layers: int, speculation: SpeculationConfig) -> None:

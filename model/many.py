@@ -2,7 +2,11 @@
 
 A cell is a distinct step: tree, collective class, host setting and graphs. Its time is the sum of
 its phases, and so is the gradient by the constants. Gradients are kept in the few directions of the
-constants' covariance that matter here. D constant vectors, P phases, U cells, R directions.
+constants' covariance that matter here. A gradient sees what binds at the fitted values and nothing
+else, so each phase is also timed at both ends of every direction's 90 % interval, where its
+launches, a link or a path between sockets may bind instead: that gives the factors by which the
+spread is larger towards longer, and towards shorter, times.
+D constant vectors, P phases, U cells, K constants, R directions.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +19,7 @@ from numpy.typing import NDArray
 from model.calibration import Calibration
 from model.compute import Constants
 from model.constants import as_mapping
+from model.intervals import Z90
 from model.step import StepModel, StepRows, expected_maximum, host_us
 
 Array = NDArray[Any]
@@ -26,13 +31,21 @@ _KEPT = 0.9999
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """Standard deviation of a log time [U] towards shorter and towards longer times."""
+
+    down: Array
+    up: Array
+
+
+@dataclass(frozen=True, slots=True)
 class CycleTimes:
-    """Cells' cycles in the host's fast and slow mode: ms [U] and sd of the log [U] each."""
+    """Cells' cycles in the host's fast and slow mode: ms [U] and the spread of their logs."""
 
     fast: Array
-    fast_sd: Array
+    fast_sd: Spread
     slow: Array
-    slow_sd: Array
+    slow_sd: Spread
 
 
 def probes(calibration: Calibration) -> Constants:
@@ -42,39 +55,68 @@ def probes(calibration: Calibration) -> Constants:
     return as_mapping(calibration.constants, calibration.x + moves)
 
 
-def log_sd(values_DU: Array, calibration: Calibration) -> Array:
-    """Standard deviation of the log of each column from the constants' covariance."""
+def ends(calibration: Calibration) -> Constants:
+    """Constants [1 + 2 K, 1]: as fitted, then each direction at its low and at its high end."""
+    moves = Z90 * _root(calibration).T
+    none = np.zeros((1, len(calibration.names)))
+    return as_mapping(calibration.constants, calibration.x + np.concatenate([none, -moves, moves]))
+
+
+def log_sd(values_DU: Array) -> Spread:
+    """Spread of the log of each column over the rows of ``ends``."""
     base = np.maximum(values_DU[0], 1e-12)
     # a term that is not there (one rank's all-reduce) has no uncertainty
-    gradient = np.where(values_DU[0] > 1e-12, (values_DU[1:] / base - 1.0) / DELTA, 0.0)
-    spread = _root(calibration).T @ gradient
-    result: Array = np.sqrt(np.einsum("ku,ku->u", spread, spread))
-    return result
+    moved = np.where(values_DU[0] > 1e-12, np.maximum(values_DU[1:], 1e-12) / base, 1.0)
+    low, high = np.log(moved.reshape(2, -1, base.size))
+    shorter, longer = np.minimum(np.minimum(low, high), 0.0), np.maximum(np.maximum(low, high), 0.0)
+    return Spread(
+        np.sqrt(np.einsum("ku,ku->u", shorter, shorter)) / Z90,
+        np.sqrt(np.einsum("ku,ku->u", longer, longer)) / Z90,
+    )
 
 
 def cycle_times(step: StepModel, calibration: Calibration, rows: StepRows) -> CycleTimes:
     """Times of all rows (cells); see the module docstring."""
-    c = probes(calibration)
-    num = len(calibration.names) + 1
-    parts: list[tuple[Array, Array, Array]] = []
-    for columns, run in _phases(step, rows, c):
-        first, inverse = _unique(columns)
-        fast, slow = run(rows.take(first))
-        shape = (num, first.size)
-        parts.append((np.broadcast_to(fast, shape), np.broadcast_to(slow, shape), inverse))
+    near = _phase_values(step, rows, probes(calibration), len(calibration.names) + 1)
+    far = _phase_values(step, rows, ends(calibration), 2 * len(calibration.names) + 1)
     root = _root(calibration)
-    basis = _basis(root, [p for fast, slow, _ in parts for p in (fast, slow)])
-    modes = []
+    basis = _basis(root, [values for pair, _ in near for values in pair])
+    modes: list[tuple[Array, Spread]] = []
     for mode in (0, 1):
-        total, spread = np.zeros(rows.tp.size), np.zeros((rows.tp.size, basis.shape[1]))
-        for part in parts:
-            values, inverse = part[mode], part[2]
+        total, along = np.zeros(rows.tp.size), np.zeros((rows.tp.size, basis.shape[1]))
+        #: variance of the phases taken apart, us2: by the gradient, towards shorter, towards longer
+        apart = np.zeros((3, rows.tp.size))
+        for (pair, inverse), (wide, _) in zip(near, far, strict=True):
+            values = pair[mode]
             total += values[0][inverse]
             gradient = (values[1:] - values[0]) / DELTA
-            spread += np.ascontiguousarray((basis.T @ gradient).T)[inverse]
-        sd = np.sqrt(np.einsum("ur,ur->u", spread, spread)) / total
-        modes += [total / 1e3, sd]
-    return CycleTimes(*modes)
+            along += np.ascontiguousarray((basis.T @ gradient).T)[inverse]
+            apart += _variances(root.T @ gradient, wide[mode])[:, inverse]
+        sd = np.sqrt(np.einsum("ur,ur->u", along, along)) / total
+        least = 1e-12 * np.maximum(total, 1.0) ** 2
+        down, up = np.sqrt((apart[1:] + least) / (apart[0] + least))
+        modes.append((total / 1e3, Spread(sd * down, sd * up)))
+    return CycleTimes(*modes[0], *modes[1])
+
+
+def _phase_values(
+    step: StepModel, rows: StepRows, c: Constants, num: int
+) -> list[tuple[tuple[Array, Array], NDArray[np.intp]]]:
+    """Of each kind of phase: (times [num, P] in the fast and in the slow mode, phase by row)."""
+    found = []
+    for columns, run in _phases(step, rows, c):
+        first, inverse = _unique(columns)
+        fast, slow = (np.broadcast_to(v, (num, first.size)) for v in run(rows.take(first)))
+        found.append(((fast, slow), inverse))
+    return found
+
+
+def _variances(linear_KP: Array, ends_DP: Array) -> Array:
+    """[3, P]: variance by the gradient, and what it is towards shorter and longer times."""
+    low, high = (ends_DP[1:] - ends_DP[0]).reshape(2, -1, ends_DP.shape[1]) / Z90
+    shorter = np.minimum(np.minimum(low, high), 0.0)
+    longer = np.maximum(np.maximum(low, high), 0.0)
+    return np.stack([np.einsum("kp,kp->p", v, v) for v in (linear_KP, shorter, longer)])
 
 
 def _phases(

@@ -21,7 +21,7 @@ from model.collectives import CollectiveKey, CollectiveTimes
 from model.intervals import mixture_quantiles
 from model.knobs_array import OFF, KnobsArray
 from model.machine import Machine
-from model.many import CycleTimes, cycle_times, distinct, log_sd, probes
+from model.many import CycleTimes, Spread, cycle_times, distinct, ends, log_sd
 from model.memory import USABLE, memory_use
 from model.observations import AcceptanceCounts, AcceptLength, Observation
 from model.shapes import DraftShape, ModelShape
@@ -98,9 +98,8 @@ class Predictor:
         }
         tau_S = self._tau_samples(knobs)
         log_tau = np.log(tau_S)
-        cycle, speed = self._mixtures(
-            self._times(_total(fast), _total(slow)), log_tau.mean(), log_tau.std(), workload
-        )
+        times = cycle_times(self.step, self.calibration, rows)
+        cycle, speed = self._mixtures(times, log_tau.mean(), log_tau.std(), workload)
         memory, reasons = self._memory(rows, workload)
         reason = (
             self.target.head_problem(knobs.tp)
@@ -192,18 +191,13 @@ class Predictor:
             )
 
     def _terms(self, rows: StepRows, *, slow: bool) -> dict[str, Array]:
-        """Terms, ms [D, U]: row 0 at the fitted constants, row 1 + k with constant k moved."""
-        shape = (len(self.calibration.names) + 1, rows.tp.size)
-        terms = self.step.terms_ms(rows, probes(self.calibration), slow)
+        """Terms, ms [D, U]: at the fitted constants, then at the ends of ``model.many.ends``."""
+        shape = (2 * len(self.calibration.names) + 1, rows.tp.size)
+        terms = self.step.terms_ms(rows, ends(self.calibration), slow)
         return {name: np.broadcast_to(value, shape) for name, value in terms.items()}
 
     def _times(self, fast_DU: Array, slow_DU: Array) -> CycleTimes:
-        return CycleTimes(
-            fast_DU[0],
-            log_sd(fast_DU, self.calibration),
-            slow_DU[0],
-            log_sd(slow_DU, self.calibration),
-        )
+        return CycleTimes(fast_DU[0], log_sd(fast_DU), slow_DU[0], log_sd(slow_DU))
 
     def _mixtures(
         self, times: CycleTimes, log_tau: Array | float, tau_sd: Array | float, workload: Workload
@@ -212,19 +206,27 @@ class Predictor:
         base = np.maximum(times.fast, 1e-12), np.maximum(times.slow, 1e-12)
         log_fast, log_slow = np.log(base[0]), np.log(base[1])
         extra = self.calibration["discrepancy"] ** 2
-        jitter = np.where(log_slow - log_fast > 1e-9, self.calibration["host_jitter"] ** 2, 0.0)
-        fast_sd = np.sqrt(times.fast_sd**2 + extra + jitter)
-        slow_sd = np.sqrt(times.slow_sd**2 + extra + jitter)
-        share = self.calibration["host_slow_share"]
-        cycle = mixture_quantiles(log_fast, fast_sd, log_slow, slow_sd, share)
-        tokens = np.log(workload.concurrency * 1e3) + log_tau
-        speed = mixture_quantiles(
-            tokens - log_fast,
-            np.hypot(fast_sd, tau_sd),
-            tokens - log_slow,
-            np.hypot(slow_sd, tau_sd),
-            share,
+        extra = extra + np.where(
+            log_slow - log_fast > 1e-9, self.calibration["host_jitter"] ** 2, 0.0
         )
+        share = self.calibration["host_slow_share"]
+        tokens = np.log(workload.concurrency * 1e3) + log_tau
+
+        def sides(spread: Spread, more: Array | float) -> tuple[Array, Array]:
+            return np.sqrt(spread.down**2 + extra + more), np.sqrt(spread.up**2 + extra + more)
+
+        fast, slow = sides(times.fast_sd, 0.0), sides(times.slow_sd, 0.0)
+        shorter, longer = (
+            mixture_quantiles(log_fast, fast[side], log_slow, slow[side], share) for side in (0, 1)
+        )
+        cycle = np.stack([shorter[0], np.sqrt(shorter[1] * longer[1]), longer[2]])
+        square = np.asarray(tau_sd) ** 2
+        fast, slow = sides(times.fast_sd, square), sides(times.slow_sd, square)
+        faster, slower = (
+            mixture_quantiles(tokens - log_fast, fast[side], tokens - log_slow, slow[side], share)
+            for side in (0, 1)
+        )
+        speed = np.stack([slower[0], np.sqrt(slower[1] * faster[1]), faster[2]])
         return cycle, speed
 
     def _tau_samples(self, knobs: Knobs) -> Array:

@@ -148,15 +148,17 @@ class Knobs:
         text = json.dumps(self.values(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
+    def tree_text(self) -> str:
+        """ "off", "eagle3 chain 3" or "eagle3 3x2 tree, 5 tokens"."""
+        if self.method == "off":
+            return "off"
+        if self.topk == 1:
+            return f"eagle3 chain {self.steps}"
+        return f"eagle3 {self.steps}x{self.topk} tree, {self.draft_tokens} tokens"
+
     def label(self) -> str:
         """Short text for a table row: what differs from plain defaults."""
-        if self.method == "off":
-            parts = ["off"]
-        elif self.topk == 1:
-            parts = [f"eagle3 chain {self.steps}"]
-        else:
-            parts = [f"eagle3 {self.steps}x{self.topk} tree, {self.draft_tokens} tokens"]
-        parts.append(self.collectives_backend)
+        parts = [self.tree_text(), self.collectives_backend]
         for name, attr in KNOB_FIELDS.items():
             value = getattr(self, attr)
             if name.startswith("nccl.") and value not in (None, "auto"):
@@ -164,6 +166,9 @@ class Knobs:
         graphs = [n for n in ("decode", "draft", "verify", "extend") if getattr(self, f"graph_{n}")]
         if graphs:
             parts.append("graphs: " + "+".join(graphs))
+        elif self.collectives_backend != "gloo":
+            # ranks on CPUs have none to say anything about
+            parts.append("no graphs")
         parts.extend(f"{name}={value}" for name, value in self.extra)
         return ", ".join(parts)
 

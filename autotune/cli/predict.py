@@ -54,7 +54,8 @@ def predict(
             raise UserError("predict needs a study file, or --target SHAPE with knobs")
         plan = _bare_plan(target, machine, concurrency, input_len, output_len)
     if assignments:
-        _show_knobs(plan, _knobs(plan, assignments), as_json)
+        knobs = _knobs(plan, assignments)
+        _show_knobs(plan, knobs, _graph_note(plan, knobs, assignments), as_json)
     else:
         _show_ranking(plan, top, as_json)
 
@@ -122,7 +123,20 @@ def _knobs(plan: "Plan", assignments: list[str]) -> "Knobs":
     return Knobs.of({**base, **knobs})
 
 
-def _show_knobs(plan: "Plan", knobs: "Knobs", as_json: bool) -> None:
+def _graph_note(plan: "Plan", knobs: "Knobs", assignments: list[str]) -> str | None:
+    """What is assumed of CUDA graphs where nobody says anything: the engine's own default."""
+    listed = (*assignments, *plan.study.space)
+    if plan.machine.gpu is None or any(word.startswith("cuda_graph.") for word in listed):
+        return None
+    phases = ("decode",) if knobs.method == "off" else ("draft", "verify", "extend")
+    settings = " ".join(f"cuda_graph.{phase}=true" for phase in phases)
+    return (
+        "no cuda_graph.* is set, so nothing is captured, as in the engine; SGLang and vLLM capture "
+        f"by default, which is {settings}"
+    )
+
+
+def _show_knobs(plan: "Plan", knobs: "Knobs", note: str | None, as_json: bool) -> None:
     from autotune.store.codec import prediction_to_json
 
     predictions = plan.model.predict(knobs)
@@ -130,6 +144,7 @@ def _show_knobs(plan: "Plan", knobs: "Knobs", as_json: bool) -> None:
         print_json(
             {
                 "knobs": knobs.values(),
+                "notes": [] if note is None else [note],
                 "levels": [
                     {"concurrency": level, **prediction_to_json(prediction)}
                     for level, prediction in predictions.items()
@@ -151,6 +166,8 @@ def _show_knobs(plan: "Plan", knobs: "Knobs", as_json: bool) -> None:
         table.add_row("cycle", f"{cycle.median:.3f} ({cycle.low:.3f}–{cycle.high:.3f})", "")
         screen.print(table)
         _print_summary(screen, prediction)
+    if note is not None:
+        screen.print(f"note: {note}", soft_wrap=True)
 
 
 def _print_summary(screen: Any, prediction: "Prediction") -> None:

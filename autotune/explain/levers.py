@@ -237,7 +237,7 @@ def change_text(before: Knobs, after: Knobs) -> str:
     parts = []
     names = [n for n in (*new, *(n for n in old if n not in new)) if old.get(n) != new.get(n)]
     if after.method != before.method:
-        parts.append(after.label().split(", nccl")[0].split(", gloo")[0].split(", graphs")[0])
+        parts.append(after.tree_text())
         names = [n for n in names if not n.startswith("speculation.")]
     if after.topk == 1 and before.topk == 1:
         names = [n for n in names if n != "speculation.draft_tokens"]

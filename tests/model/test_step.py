@@ -165,7 +165,11 @@ def test_settings_that_equal_the_default_are_counted_as_inert(kimi: Predictor) -
     )
     assert r.best_ms.median <= r.default_ms.median <= r.worst_ms.median
     assert r.num_inert >= 2
-    assert r.swing_ms.median == pytest.approx(r.worst_ms.median - r.best_ms.median, rel=0.05)
+    # which settings are worst and best is uncertain too: their distance is at least the medians'
+    distance = r.worst_ms.median - r.best_ms.median
+    assert 0.95 * distance <= r.swing_ms.median <= r.worst_ms.high
+    for found in (r.saved_ms, r.saved_from_own_ms, r.swing_ms):
+        assert 0 <= found.low <= found.median <= found.high
 
 
 def test_simulated_collectives_agree_with_the_analytic_step_and_the_cache_changes_nothing(

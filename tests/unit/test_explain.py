@@ -18,7 +18,7 @@ from autotune.explain.explanation import Explanation, explain
 from autotune.explain.gain import gains
 from autotune.explain.importance import importances
 from autotune.explain.inert import inert_knobs
-from autotune.explain.plans import message_plans, nccl_bound
+from autotune.explain.plans import NcclBound, message_plans, nccl_bound
 from autotune.explain.render import show, to_json
 from autotune.explain.subject import open_study, trial_subject
 from autotune.store.views import NoiseFloor
@@ -137,12 +137,19 @@ def test_shared_uncertainty_cancels_in_a_gain(made: Made) -> None:
 def test_nccl_can_never_save_more_than_the_measured_all_reduce(made: Made) -> None:
     predictor, load = made.plan.model.predictor, made.plan.workloads[1]
     knobs = knobs_of(made, cuda_graph__decode=True)
-    free = nccl_bound(predictor, knobs, load, 10.0, None)
-    capped = nccl_bound(predictor, knobs, load, 10.0, 0.01)
-    assert free is not None
-    assert capped is not None
+    now = predictor.predict(knobs, load).terms_ms["decode.allreduce"]
+
+    def bound(measured_ms: float | None) -> NcclBound:
+        found = nccl_bound(
+            predictor, knobs, load, now_ms=now, measured_cycle_ms=10.0, measured_ms=measured_ms
+        )
+        assert found is not None
+        return found
+
+    free, capped = bound(None), bound(0.01)
     assert 0 <= free.saved_ms.low <= free.saved_ms.median <= free.saved_ms.high
-    assert capped.saved_ms.high <= 0.01
+    assert 0 <= free.swing_ms.low <= free.swing_ms.median <= free.swing_ms.high
+    assert capped.saved_ms.high <= 0.01 + 1e-9
     assert free.num_settings > 50
     assert free.num_inert >= 1
 

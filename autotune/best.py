@@ -78,7 +78,7 @@ def _picked(outcome: Outcome, trial: int | None) -> str:
     told = f"{'highest' if goal.maximize else 'lowest'} {goal.name} at each concurrency"
     if not outcome.fronts:
         return told
-    sizes = ", ".join(f"{len(front.points)} at {front.concurrency}" for front in outcome.fronts)
+    sizes = ", ".join(f"{front.num_best} at {front.concurrency}" for front in outcome.fronts)
     return f"{told}: the first of several objectives decides (on the Pareto front: {sizes})"
 
 

@@ -54,6 +54,8 @@ class Outcome:
     num_repeats: int
     #: why the study ended
     ended: str
+    #: why there is no baseline: "oom at warmup"; None where there is one, or none was tried
+    baseline_failure: str | None = None
     #: with several objectives: what no other configuration beats in all of them, by concurrency
     fronts: tuple[Front, ...] = ()
 
@@ -65,6 +67,8 @@ class Outcome:
     def verdict(self) -> str:
         """One honest sentence."""
         won = [level for level in self.levels if level.beats_baseline]
+        if not self.levels and self.baseline_failure is not None:
+            return f"the baseline could not be measured: {self.baseline_failure}"
         if not self.levels:
             return "no level has a measured baseline and a measured alternative yet"
         if self.num_alternatives == 0:
@@ -160,8 +164,22 @@ def conclude(store: Store, study_id: int, study: Study, ended: str) -> Outcome:
         num_failed=sum(trial.state == "failed" for trial in history.trials),
         num_repeats=len(history.repeats),
         ended=ended,
+        baseline_failure=_baseline_failure(store, study_id, history),
         fronts=fronts(history, study, _exported(levels, baseline)),
     )
+
+
+def _baseline_failure(store: Store, study_id: int, history: History) -> str | None:
+    """What the last failed baseline trial says; None where a baseline was measured."""
+    trials = history.of_role("baseline")
+    if any(trial.state != "failed" for trial in trials):
+        return None
+    ids = {trial.id for trial in trials}
+    for stored in reversed(store.failures(study_id)):
+        if stored.trial_id in ids:
+            failure = stored.failure
+            return f"{failure.kind} at {failure.stage}: {failure.message}"
+    return None
 
 
 def _exported(levels: Sequence[LevelOutcome], baseline: KnobsResult | None) -> dict[int, str]:

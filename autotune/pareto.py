@@ -25,16 +25,27 @@ class FrontPoint:
     is_baseline: bool
     #: whether it is the one that is exported
     picked: bool
+    #: trials of the front that beat it in every objective: the export may be one of those that
+    #: repeats taken in turns prefer, though medians over all repeats do not
+    beaten_by: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
-    """The front at one concurrency, best in the first metric first."""
+    """The front at one concurrency, best in the first metric first.
+
+    The exported configuration is always among the points, and says so where it is beaten.
+    """
 
     concurrency: int
     points: tuple[FrontPoint, ...]
     #: valid configurations that were compared
     num_compared: int
+
+    @property
+    def num_best(self) -> int:
+        """Configurations that no other beats."""
+        return sum(not point.beaten_by for point in self.points)
 
 
 def fronts(history: History, study: Study, picked: Mapping[int, str]) -> tuple[Front, ...]:
@@ -53,14 +64,24 @@ def fronts(history: History, study: Study, picked: Mapping[int, str]) -> tuple[F
             knobs_id: tuple(sign * summaries[name].median for name, sign in signs.items())
             for knobs_id, summaries in measured.items()
         }
-        best = [
+        best: list[str] = [
             knobs_id
             for knobs_id, score in scores.items()
             if not any(_dominates(other, score) for other in scores.values())
         ]
-        best.sort(key=lambda knobs_id: scores[knobs_id], reverse=True)
+        exported = picked.get(level)
+        shown = [*best, exported] if exported in scores and exported not in best else best
+        shown.sort(key=lambda knobs_id: scores[knobs_id], reverse=True)
+        trials = {one: _trial(history.by_knobs[one]) for one in shown}
         points = [
-            _point(history, history.by_knobs[one], measured[one], picked.get(level)) for one in best
+            _point(
+                history,
+                history.by_knobs[one],
+                measured[one],
+                one == exported,
+                tuple(trials[other] for other in best if _dominates(scores[other], scores[one])),
+            )
+            for one in shown
         ]
         found.append(Front(concurrency=level, points=tuple(points), num_compared=len(measured)))
     return tuple(found)
@@ -89,16 +110,25 @@ def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
     return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 
 
+def _trial(result: KnobsResult) -> int:
+    """The trial that stands for knobs: their first complete one."""
+    return next(trial.number for trial in result.trials if trial.state == "complete")
+
+
 def _point(
-    history: History, result: KnobsResult, metrics: Mapping[str, Summary], picked: str | None
+    history: History,
+    result: KnobsResult,
+    metrics: Mapping[str, Summary],
+    picked: bool,
+    beaten_by: tuple[int, ...],
 ) -> FrontPoint:
-    complete = [trial for trial in result.trials if trial.state == "complete"]
     baseline = history.baseline
     return FrontPoint(
-        trial=complete[0].number,
+        trial=_trial(result),
         knobs_id=result.knobs.id,
         label=result.knobs.label(),
         metrics=metrics,
         is_baseline=baseline is not None and baseline.knobs.id == result.knobs.id,
-        picked=result.knobs.id == picked,
+        picked=picked,
+        beaten_by=beaten_by,
     )

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autotune.outcome import LevelOutcome, Outcome
-from autotune.pareto import Front
+from autotune.pareto import Front, FrontPoint
 from autotune.statistics import Ratio, Summary
 from model.spec import Interval
 
@@ -41,7 +41,7 @@ def front_table(front: Front) -> Table:
 def front_title(front: Front) -> str:
     """How many of how many are on the front."""
     return (
-        f"Pareto front at concurrency {front.concurrency}: {len(front.points)} of "
+        f"Pareto front at concurrency {front.concurrency}: {front.num_best} of "
         f"{front.num_compared} configurations are beaten by no other in every objective"
     )
 
@@ -52,7 +52,7 @@ def front_rows(front: Front) -> tuple[list[str], list[list[str]]]:
     heads = ["", "trial", *(f"{METRIC_NAMES[name]} (95 % CI, n)" for name in names)]
     rows = [
         [
-            "picked" if point.picked else "",
+            _picked(point),
             str(point.trial),
             *(_summary(point.metrics[name]) for name in names),
             "plain decoding, the baseline" if point.is_baseline else point.label,
@@ -60,6 +60,12 @@ def front_rows(front: Front) -> tuple[list[str], list[list[str]]]:
         for point in front.points
     ]
     return [*heads, "configuration"], rows
+
+
+def _picked(point: FrontPoint) -> str:
+    if not point.beaten_by:
+        return "picked" if point.picked else ""
+    return f"picked; trial {', '.join(map(str, point.beaten_by))} beats its medians"
 
 
 def front_pick(outcome: Outcome) -> str:
@@ -155,6 +161,7 @@ def _front_mapping(front: Front) -> dict[str, Any]:
                 "metrics": {n: _summary_mapping(one) for n, one in point.metrics.items()},
                 "is_baseline": point.is_baseline,
                 "picked": point.picked,
+                "beaten_by": list(point.beaten_by),
             }
             for point in front.points
         ],

@@ -83,7 +83,7 @@ def summarise(values: Sequence[float], seed: int = 0) -> Summary:
     """Median and 95 % percentile-bootstrap interval of repeats in the order taken.
 
     With few repeats the percentile bootstrap is too narrow; ``_WIDEN`` stretches it about the
-    median.
+    median, never past zero: speeds and times are positive.
     Raises ``ValueError`` without values.
     """
     if not values:
@@ -98,7 +98,7 @@ def summarise(values: Sequence[float], seed: int = 0) -> Summary:
     widen = _small_sample_factor(n)
     return Summary(
         median=centre,
-        low=centre - (centre - float(low)) * widen,
+        low=max(centre - (centre - float(low)) * widen, 0.0 if array.min() >= 0 else -math.inf),
         high=centre + (float(high) - centre) * widen,
         n=n,
         drifts=drifts(array),

@@ -60,7 +60,9 @@ def page(report: Report) -> str:
 
 
 def _verdict(report: Report) -> Html:
-    tone = "good" if report.outcome.anything_won else "bad" if report.outcome.levels else ""
+    outcome = report.outcome
+    lost = bool(outcome.levels) or outcome.baseline_failure is not None
+    tone = "good" if outcome.anything_won else "bad" if lost else ""
     sentence = report.outcome.verdict()
     return tag(
         "p", sentence[:1].upper() + sentence[1:] + ".", class_=f"verdict {tone}".strip(),

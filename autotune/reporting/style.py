@@ -35,6 +35,7 @@ th { color:var(--soft); font-weight:600; }
 td.n, .dense td:first-child { white-space:nowrap; }
 code,pre { font:.86rem/1.45 ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace; }
 code { background:var(--panel); padding:1px 5px; border-radius:3px; overflow-wrap:anywhere; }
+td code { white-space:nowrap; }
 pre { background:var(--panel); padding:10px 12px; overflow-x:auto; margin:6px 0; max-height:320px; }
 details { margin:6px 0; } summary { cursor:pointer; }
 .bars { display:grid; grid-template-columns:7.5em 1fr 6em; gap:4px 10px; align-items:center;
@@ -54,6 +55,7 @@ svg .axis { stroke:var(--line); } svg .diagonal { stroke:var(--soft); stroke-das
   .cards td { display:grid; grid-template-columns:9.2em minmax(0,1fr); gap:8px; border:0;
     padding:2px 0; overflow-wrap:anywhere; }
   .cards td.n { text-align:left; white-space:normal; }
+  td code { white-space:normal; }
   .cards td::before { content:attr(data-head); color:var(--soft); }
   .cards td:empty { display:none; }
   .dense { font-size:.8rem; width:100%; }

@@ -154,13 +154,15 @@ def commands(report: Report) -> list[str]:
     """The commands that lead on from here."""
     name, database = report.view.name, report.database
     best = {level.outcome.trial for level in report.levels}
-    lines = [
-        f"autotune study best {name} --database {database}",
-        *(f"autotune explain {trial} --study {name} --database {database}" for trial in
-          sorted(best)),
-        f"autotune compare best baseline --study {name} --database {database}",
-        f"autotune dashboard {name} --database {database}",
-    ]  # fmt: skip
+    lines = [f"autotune dashboard {name} --database {database}"]
+    if report.levels:
+        lines = [
+            f"autotune study best {name} --database {database}",
+            *(f"autotune explain {trial} --study {name} --database {database}" for trial in
+              sorted(best)),
+            f"autotune compare best baseline --study {name} --database {database}",
+            *lines,
+        ]  # fmt: skip
     if report.view.state != "finished":
         lines.insert(0, f"autotune study resume {name} --database {database}")
     return lines

@@ -11,6 +11,7 @@ from rich.console import Console
 from study_files import sim_study, write_study
 
 from autotune.cli.main import main
+from autotune.errors import AutotuneError
 from autotune.plan import create_study, make_plan
 from autotune.progress import Progress
 from autotune.records import Failure
@@ -19,6 +20,7 @@ from autotune.reporting.charts import Point, scatter
 from autotune.reporting.content import FailedTrial, Report, gather
 from autotune.reporting.markdown import markdown
 from autotune.reporting.page import page
+from autotune.reporting.values import report_mapping
 from autotune.stopping import StopFlag
 from autotune.store.store import Store
 from autotune.study import StudyRun
@@ -170,3 +172,65 @@ def test_an_unknown_form_is_refused(report: Report, capsys) -> None:
             main(["study", "report", "sim", "-d", report.database, *words])
         assert ended.value.code == 2
     assert "name it .html, .md or .json" in capsys.readouterr().err
+
+
+def test_without_a_baseline_the_report_says_why_and_offers_what_can_be_done(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    failures = {"failures": {"oom": 0.999}, "slow_host_share": 0.0}
+    loaded = load_study(write_study(tmp_path, sim_study(backend={"kind": "sim", "args": failures})))
+    plan, store = make_plan(loaded), Store.create("sqlite:///a.db")
+    view = create_study(loaded, plan, store)
+    with pytest.raises(AutotuneError, match="the baseline can't be measured: oom"):
+        StudyRun(plan, view, store, Progress(Console(file=io.StringIO()), 3, (1,)),
+                 StopFlag()).run()  # fmt: skip
+    found = gather(store, store.study("sim"))
+    for text in (page(found), markdown(found)):
+        assert "he baseline could not be measured: oom at" in text
+        assert "autotune study resume sim" in text
+        # nothing can be exported or compared yet
+        assert "study best" not in text
+        assert "autotune compare" not in text
+
+
+def test_every_form_shows_the_fronts_of_several_objectives(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    objective = {"maximize": "tokens_per_s", "minimize": ["ttft_ms", "tpot_ms"]}
+    loaded = load_study(
+        write_study(tmp_path, sim_study(objective=objective, budget={"measured_trials": 4}))
+    )
+    plan, store = make_plan(loaded), Store.create("sqlite:///a.db")
+    view = create_study(loaded, plan, store)
+    StudyRun(plan, view, store, Progress(Console(file=io.StringIO()), 4, (1,)),
+             StopFlag()).run()  # fmt: skip
+    found = gather(store, store.study("sim"))
+    (front,) = found.outcome.fronts
+    for text in (page(found), markdown(found)):
+        assert "Pareto front" in text
+        for word in ("tok/s", "TTFT, ms", "TPOT, ms", "--trial N"):
+            assert word in text
+    values = report_mapping(found)
+    assert len(values["pareto_fronts"][0]["points"]) == len(front.points)
+    assert set(values["pareto_fronts"][0]["points"][0]["metrics"]) == {
+        "tokens_per_s", "ttft_ms", "tpot_ms",
+    }  # fmt: skip
+
+
+def test_markdown_and_json_hold_the_facts_of_the_page(report: Report) -> None:
+    values, text = report_mapping(report), markdown(report)
+    points = values["predicted_against_measured"]
+    assert len(points) == sum(
+        level.predicted is not None and level.tokens_per_s is not None
+        for trial in report.evidence.trials
+        for level in trial.levels
+    )
+    inside = sum(point["inside"] for point in points)
+    assert f"{inside} of {len(points)} measurements lie inside" in text
+    assert f"{inside} of {len(points)} measurements lie inside" in page(report)
+    for key in ("importances", "headroom", "next_steps", "commands", "noise_floors", "failures"):
+        assert key in values
+    for title in ("Noise floor", "Predicted against measured", "What matters", "Provenance"):
+        assert f"## {title}" in text
+        assert f"{title}</h2>" in page(report)
+    assert json.dumps(values, default=str)

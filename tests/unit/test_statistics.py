@@ -73,3 +73,11 @@ def test_one_repeat_has_no_interval_and_none_is_refused() -> None:
         summarise([])
     with pytest.raises(ValueError, match="equal lengths"):
         paired_ratio([1.0], [1.0, 2.0])
+
+
+def test_an_interval_of_positive_values_stays_positive() -> None:
+    few = summarise([136.6, 40.0, 150.0])
+    assert few.low >= 0
+    assert few.low < 40.0
+    # differences may lie on either side
+    assert summarise([-3.0, 1.0, 2.0]).low < -3.0

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # test processes at a time; each may start a few engine ranks
 TEST_JOBS ?= 2
 
-.PHONY: demo test test-gpu install check bench-model kernels-compile clean
+.PHONY: demo test test-postgresql test-gpu install check bench-model kernels-compile clean
 
 install: $(VENV)/.installed
 
@@ -23,6 +23,12 @@ demo: install
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+
+# Needs a PostgreSQL server and a driver (pip install 'psycopg[binary]'):
+# make test-postgresql POSTGRESQL=postgresql://USER@HOST:PORT/NAME
+test-postgresql: install
+	@test -n "$(POSTGRESQL)" || { echo "give POSTGRESQL=postgresql://USER@HOST:PORT/NAME; its role must be allowed to create databases"; exit 2; }
+	AUTOTUNE_TEST_POSTGRESQL=$(POSTGRESQL) $(BIN)/python -m pytest tests/unit/test_store_postgresql.py
 
 # Needs a CUDA device; minutes. Every test that a GPU is needed for, then doctor, probe and a whole study.
 test-gpu: install

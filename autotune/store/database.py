@@ -1,13 +1,15 @@
 """Opening a database: engine, SQLite settings, migrations, and clear errors.
 
 Several processes may work on one database at once: SQLite runs in WAL mode with a busy timeout,
-and writes begin with BEGIN IMMEDIATE, so that a writer waits instead of failing half-way.
+and writes begin with BEGIN IMMEDIATE, so that a writer waits instead of failing half-way. On
+PostgreSQL a lock of our own gives writers the same turns.
 """
 
 import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,10 +27,12 @@ VERSION_TABLE = "autotune_alembic_version"
 #: the newest revision in migrations/versions: a database that has it is opened without Alembic,
 #: which takes longer to import than most commands take to answer
 HEAD_REVISION = "0001"
+#: how a transaction begins that writes; SQLite's word
+_WRITES = "IMMEDIATE"
 #: how long a statement waits for another writer
 BUSY_TIMEOUT_S = 30.0
-#: advisory lock taken while migrating PostgreSQL (any fixed number)
-_MIGRATION_LOCK = 4_127_001
+#: advisory lock of PostgreSQL that each transaction which writes takes (any fixed number)
+_WRITE_LOCK = 4_127_001
 
 
 def parse_url(text_url: str) -> URL:
@@ -103,18 +107,35 @@ def open_engine(url: URL, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Engine:
         if url.get_backend_name() == "sqlite":
             engine = create_engine(url, connect_args={"timeout": busy_timeout_s})
         else:
-            engine = create_engine(url, pool_pre_ping=True)
+            engine = create_engine(_with_driver(url), pool_pre_ping=True)
     except (NoSuchModuleError, ModuleNotFoundError) as error:
-        raise UserError(f"database {shown(url)}: {error}; install its driver") from None
+        raise UserError(
+            f"database {shown(url)}: {error}; install its driver: pip install 'psycopg[binary]'"
+        ) from None
     if url.get_backend_name() == "sqlite":
         event.listen(engine, "connect", _sqlite_connected)
         event.listen(engine, "begin", _sqlite_begin)
+    else:
+
+        @event.listens_for(engine, "begin")
+        def _take_turn(connection: Connection) -> None:
+            if connection.get_execution_options().get("begin") == _WRITES:
+                wait_ms = round(busy_timeout_s * 1e3)
+                connection.exec_driver_sql(f"SET LOCAL lock_timeout = {wait_ms}")
+                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_WRITE_LOCK})")
+
     return engine
+
+
+def _with_driver(url: URL) -> URL:
+    """A plain postgresql:// goes to psycopg 3 where psycopg2, SQLAlchemy's choice, is missing."""
+    plain = url.drivername == "postgresql" and find_spec("psycopg2") is None
+    return url.set(drivername="postgresql+psycopg") if plain and find_spec("psycopg") else url
 
 
 def writing(engine: Engine) -> Engine:
     """The same engine for transactions that write."""
-    return engine.execution_options(begin="IMMEDIATE")
+    return engine.execution_options(begin=_WRITES)
 
 
 def _sqlite_connected(connection: sqlite3.Connection, _record: object) -> None:
@@ -147,8 +168,6 @@ def migrate(engine: Engine) -> None:
                 # outside any transaction, and kept in the file for all later connections
                 driver.execute("PRAGMA journal_mode=WAL")
         with writing(engine).begin() as connection:
-            if engine.url.get_backend_name() == "postgresql":
-                connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
             _refuse_newer(connection, config)
             config.attributes["connection"] = connection
             command.upgrade(config, "head")

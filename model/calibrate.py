@@ -30,6 +30,10 @@ Array = NDArray[Any]
 _REDUCE_FLOOR = 0.03
 #: pseudo-observations behind the priors of the residual and of the slow mode's share
 _PRIOR_WEIGHT = 4.0
+#: knobs after which the residual may fall below its prior
+_SEVERAL = 3
+#: one wild row must not blow up every interval
+_WORST_RESIDUAL = 0.5
 _MODE_ROUNDS = 3
 #: misfit (log of Student-t terms) that the slow mode must save to be believed
 _SLOW_GAIN = 2.0
@@ -91,12 +95,13 @@ def calibrate(
         "discrepancy": data.discrepancy(calibration["discrepancy"], x, modes),
         "host_slow_share": data.slow_share(calibration["host_slow_share"], x, modes),
     }
+    residuals = data.term_residuals(calibration["discrepancy"], x, modes)
     sources = [
         *(o.source for o in terms),
         *(o.source for o in reduces),
         *(o.source for o in experts),
     ]
-    return _updated(calibration, fit, sources, fixed)
+    return _updated(calibration, fit, sources, fixed, residuals)
 
 
 def _told(calibration: Calibration, data: "_Data") -> NDArray[np.intp]:
@@ -114,7 +119,11 @@ def _told(calibration: Calibration, data: "_Data") -> NDArray[np.intp]:
 
 
 def _updated(
-    calibration: Calibration, fit: Fit, sources: Sequence[str], fixed: Mapping[str, float]
+    calibration: Calibration,
+    fit: Fit,
+    sources: Sequence[str],
+    fixed: Mapping[str, float],
+    residuals: Mapping[str, float],
 ) -> Calibration:
     constants = tuple(
         replace(c, value=float(fixed.get(c.name, from_scale(fit.x[k], c.scale))))
@@ -125,6 +134,7 @@ def _updated(
         constants=constants,
         covariance=0.5 * (fit.covariance + fit.covariance.T),
         parent=calibration.id,
+        term_residuals={**calibration.term_residuals, **residuals},
         used=(*calibration.used, *dict.fromkeys(s for s in sources if s)),
     )
 
@@ -257,10 +267,30 @@ class _Data:
             for n, (_, term, _) in enumerate(self._groups)
             if term == "cycle"
         ]
-        # one wild row must not blow up every interval
-        capped = np.minimum(square, 0.5**2) if square else np.zeros(0)
+        capped = np.minimum(square, _WORST_RESIDUAL**2) if square else np.zeros(0)
         total = _PRIOR_WEIGHT * prior**2 + float(np.sum(capped))
-        return float(np.sqrt(total / (_PRIOR_WEIGHT + len(square))))
+        found = float(np.sqrt(total / (_PRIOR_WEIGHT + len(square))))
+        # the constants have as many degrees of freedom as one or two knobs have terms: that those
+        # are matched says nothing of the next ones
+        several = len({row for row, _, _ in self._groups}) >= _SEVERAL
+        return found if several else max(found, prior)
+
+    def term_residuals(self, prior: float, x: Array, slow_N: NDArray[np.bool_]) -> dict[str, float]:
+        """Relative residual of each term that was measured by itself, shrunk towards the prior.
+
+        A term whose formula lacks something (a kernel's other path, say) is off by itself, and its
+        prediction has to say so, however well the sum of all terms fits.
+        """
+        predicted = self.predict(x[None], slow_N)[0]
+        squares: dict[str, list[float]] = defaultdict(list)
+        for n, (_, _, names) in enumerate(self._groups):
+            if len(names) == 1:
+                off = float(np.log(self.values[n] / predicted[n]))
+                squares[names[0]].append(min(off * off, _WORST_RESIDUAL**2))
+        return {
+            name: float(np.sqrt((_PRIOR_WEIGHT * prior**2 + sum(off)) / (_PRIOR_WEIGHT + len(off))))
+            for name, off in squares.items()
+        }
 
     def slow_share(self, prior: float, x: Array, slow_N: NDArray[np.bool_]) -> float:
         """Share of launch-bound rows seen in the slow mode, shrunk towards the prior."""

@@ -8,7 +8,8 @@ that no observation tells keeps its prior spread, and ``identifiability`` says s
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +37,8 @@ class Calibration:
     used: tuple[str, ...]
     machine_fingerprint: str
     model_version: int = MODEL_VERSION
+    #: term of ``StepModel.terms_ms`` -> relative sd of what its formula left out of measurements
+    term_residuals: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = [constant.name for constant in self.constants]
@@ -81,8 +84,13 @@ class Calibration:
         """12 hex digits of values, covariance and version."""
         values = [(c.name, f"{c.value:.9g}") for c in self.constants]
         covariance = [f"{v:.6g}" for v in self.covariance.ravel() if v]
-        text = json.dumps([self.model_version, self.machine_fingerprint, values, covariance])
+        rest = [f"{name} {sd:.6g}" for name, sd in sorted(self.term_residuals.items())]
+        text = json.dumps([self.model_version, self.machine_fingerprint, values, covariance, rest])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def residual(self, term: str) -> float:
+        """Relative sd of what the formulas leave out of a term: at least that of a whole cycle."""
+        return max(self["discrepancy"], self.term_residuals.get(term, 0.0))
 
     def interval(self, name: str) -> tuple[float, float]:
         """90 % posterior interval of a constant, in its unit."""
@@ -133,6 +141,7 @@ class Calibration:
                 for c in self.constants
             ],
             "covariance": self.covariance.tolist(),
+            "term_residuals": dict(self.term_residuals),
         }
 
     @classmethod
@@ -154,6 +163,7 @@ class Calibration:
                 parent=values["parent"],
                 used=tuple(values["used"]),
                 machine_fingerprint=values["machine_fingerprint"],
+                term_residuals=values["term_residuals"],
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"calibration is not complete: {error}") from error

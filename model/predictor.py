@@ -91,7 +91,13 @@ class Predictor:
         names = CYCLE_TERMS if knobs.method != "off" else DECODE_TERMS
         terms = {
             name: _interval(
-                self._mixtures(self._times(fast[source], slow[source]), 0.0, 0.0, workload)[0][:, 0]
+                self._mixtures(
+                    self._times(fast[source], slow[source]),
+                    0.0,
+                    0.0,
+                    workload,
+                    self.calibration.residual(source),
+                )[0][:, 0]
             )
             for name in names
             for source in (_source(name),)
@@ -200,19 +206,26 @@ class Predictor:
         return CycleTimes(fast_DU[0], log_sd(fast_DU), slow_DU[0], log_sd(slow_DU))
 
     def _mixtures(
-        self, times: CycleTimes, log_tau: Array | float, tau_sd: Array | float, workload: Workload
+        self,
+        times: CycleTimes,
+        log_tau: Array | float,
+        tau_sd: Array | float,
+        workload: Workload,
+        residual: float | None = None,
     ) -> tuple[Array, Array]:
-        """Quantiles [3, U] of the time (ms) and of tokens/s = requests x accept length / time."""
+        """Quantiles [3, U] of the time (ms) and of tokens/s = requests x accept length / time.
+
+        ``residual``: relative sd of what the formulas leave out, by default that of a cycle.
+        """
         base = np.maximum(times.fast, 1e-12), np.maximum(times.slow, 1e-12)
         log_fast, log_slow = np.log(base[0]), np.log(base[1])
-        extra = self.calibration["discrepancy"] ** 2
-        extra = extra + np.where(
-            log_slow - log_fast > 1e-9, self.calibration["host_jitter"] ** 2, 0.0
-        )
+        left_out = self.calibration["discrepancy"] if residual is None else residual
+        jitter = np.where(log_slow - log_fast > 1e-9, self.calibration["host_jitter"] ** 2, 0.0)
+        extra = left_out**2 + jitter
         share = self.calibration["host_slow_share"]
         tokens = np.log(workload.concurrency * 1e3) + log_tau
 
-        def sides(spread: Spread, more: Array | float) -> tuple[Array, Array]:
+        def sides(spread: Spread, more: Any) -> tuple[Array, Array]:
             return np.sqrt(spread.down**2 + extra + more), np.sqrt(spread.up**2 + extra + more)
 
         fast, slow = sides(times.fast_sd, 0.0), sides(times.slow_sd, 0.0)

@@ -177,8 +177,9 @@ def _best(predictor: Predictor, chosen: Sequence[Knobs], saved_U: Array, least_m
     for index in order:
         if saved_U[index] <= least_ms:
             break
-        if safe or chosen[index].nccl_proto != "LL128":
-            return chosen[index]
+        found: Knobs = chosen[int(index)]
+        if safe or found.nccl_proto != "LL128":
+            return found
     return chosen[0]
 
 

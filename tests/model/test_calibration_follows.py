@@ -201,3 +201,43 @@ def test_one_wild_repeat_among_many_is_let_go() -> None:
         term = "decode.moe" if one.method == "off" else "verify.moe"
         before, after = (q.predict(one, LOAD).terms_ms[term].median for q in (p, fitted))
         assert after == pytest.approx(before, rel=0.12)
+
+
+def far_beyond(kind: str, term: str, added_ms: float, count: int) -> Predictor:
+    """Calibrated on some knobs of which one verify term takes longer than any formula says."""
+    p = predictor(kind)
+    seen = []
+    for knobs in space(kind)[:count]:
+        for name, value in p.predict(knobs, LOAD).terms_ms.items():
+            more = added_ms * knobs.draft_tokens if name == term else 0.0
+            seen.append(TermObservation(
+                knobs=knobs, workload=LOAD, term=name, rel_sd=0.02, value_ms=value.median + more,
+            ))  # fmt: skip
+    return replace(p, calibration=calibrate(p.calibration, seen, p.step))
+
+
+@pytest.mark.parametrize("term", ["verify.other", "verify.attention", "verify.head", "draft"])
+def test_what_the_model_lacks_never_makes_a_constant_absurd(term: str) -> None:
+    fitted = far_beyond("gpu", term, 20.0, 9).calibration
+    for constant in fitted.constants:
+        assert constant.least <= constant.value <= constant.most, constant.name
+    assert fitted["graph_launch_us"] <= 250
+
+
+def test_a_term_whose_formula_lacks_something_says_so_by_itself() -> None:
+    fitted = far_beyond("gpu", "verify.head", 20.0, 9)
+    residuals = fitted.calibration.term_residuals
+    assert residuals["target.head"] > 3 * residuals["host_gap"]
+    head = fitted.predict(space("gpu")[5], LOAD).terms_ms["verify.head"]
+    assert np.log(head.high / head.low) > 2 * 1.6 * residuals["target.head"]
+
+
+def test_one_or_two_measured_knobs_do_not_make_the_model_better_than_it_is() -> None:
+    p = predictor("gpu")
+    prior = p.calibration["discrepancy"]
+    host = Host("gpu", np.random.default_rng(3), {})
+    seen = [host.observe(knobs) for knobs in space("gpu")[:6]]
+    for count in (1, 2, 6):
+        told = [o for group in seen[:count] for o in group]
+        found = calibrate(p.calibration, told, p.step)["discrepancy"]
+        assert count > 2 or found >= prior

@@ -69,6 +69,7 @@ class StudyModel:
         """Speed of many knobs at every level; see ``autotune.search``."""
         log_speed, log_sd = {}, {}
         feasible = np.ones(len(knobs), dtype=bool)
+        memory_gib = np.zeros(len(knobs))
         limit_gib = self._study.constraints.max_memory_gib
         for level, workload in self.workloads.items():
             many = self.predictor.predict_many(knobs, workload)
@@ -76,9 +77,16 @@ class StudyModel:
             log_speed[level] = median
             log_sd[level] = np.maximum((high - low) / _SIGMAS_OF_90, 0.01)
             feasible &= many.feasible
-            if limit_gib is not None:
-                feasible &= many.memory_gib + self._memory_excess_gib <= limit_gib
-        return Forecast(log_speed=log_speed, log_sd=log_sd, feasible=feasible)
+            memory_gib = np.maximum(memory_gib, many.memory_gib + self._memory_excess_gib)
+        if limit_gib is not None:
+            feasible &= memory_gib <= limit_gib
+        return Forecast(
+            log_speed=log_speed,
+            log_sd=log_sd,
+            feasible=feasible,
+            memory_gib=memory_gib,
+            limit_gib=limit_gib,
+        )
 
     def learn(self, store: Store, study_id: int) -> Calibration:
         """Refit on every finished trial of the study and store the calibration.

@@ -55,6 +55,10 @@ class Forecast:
     log_sd: dict[int, Array]
     #: candidates that fit in memory and keep the constraints, [N] bool
     feasible: NDArray[np.bool_]
+    #: predicted GiB of a GPU, the most over the levels, [N]; None where it is not predicted
+    memory_gib: Array | None = None
+    #: constraints.max_memory_gib
+    limit_gib: float | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class Search:
     features: Array = field(init=False)
     #: unmeasured candidates that the last proposal left out: memory or constraints
     num_infeasible: int = field(default=0, init=False)
+    _why_infeasible: str = field(default="", init=False)
     _ids: list[str] = field(init=False)
     _row: dict[str, int] = field(init=False)
     _groups: NDArray[np.str_] = field(init=False)
@@ -137,7 +142,7 @@ class Search:
                 return Proposal(leader, "replicate", "replicates a leader")
         forecast = self.forecaster.forecast(self.pool)
         if forecast is not None:
-            self.num_infeasible = int((usable & ~forecast.feasible).sum())
+            self._note_infeasible(forecast, usable & ~forecast.feasible)
             usable &= forecast.feasible
             if not usable.any():
                 return None
@@ -154,9 +159,22 @@ class Search:
         """Why nothing more was proposed."""
         if self.num_infeasible == 0:
             return "every possible configuration within the budget is measured"
-        return (
-            f"nothing is left to measure: {self.num_infeasible} configurations are predicted "
-            "not to fit (the GPU's memory, or constraints.max_memory_gib; `autotune predict` tells)"
+        return f"nothing is left to measure: {self.num_infeasible} {self._why_infeasible}"
+
+    def _note_infeasible(self, forecast: Forecast, refused: NDArray[np.bool_]) -> None:
+        """Remember how many candidates memory rules out, and what would let one in."""
+        self.num_infeasible = int(refused.sum())
+        if self.num_infeasible == 0:
+            return
+        least = ""
+        if forecast.memory_gib is not None:
+            least = f"; the least needs {forecast.memory_gib[refused].min():.2f} GiB of a GPU"
+        within = "the GPU's memory"
+        if forecast.limit_gib is not None:
+            within = f"constraints.max_memory_gib {forecast.limit_gib:g}"
+        self._why_infeasible = (
+            f"configuration{'' if self.num_infeasible == 1 else 's'} are predicted not to fit "
+            f"{within}{least} (`autotune predict` tells each)"
         )
 
     def _usable(

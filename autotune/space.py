@@ -10,7 +10,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autotune.errors import UserError
@@ -70,6 +70,8 @@ class Space:
     inert: tuple[Inert, ...]
     #: reason -> number of raw combinations dropped for it
     dropped: Mapping[str, int]
+    #: knob -> listed values that no possible knobs have
+    unused: Mapping[str, tuple[Scalar, ...]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -150,7 +152,25 @@ def build_space(
     for names in _block_names(effective):
         rows = _rows(names, effective, tp_problem, dropped)
         blocks.append(Block(names=names, rows=rows))
-    return Space(blocks=tuple(blocks), inert=tuple(inert), dropped=dict(dropped))
+    space = Space(blocks=tuple(blocks), inert=tuple(inert), dropped=dict(dropped))
+    idle = {item.knob for item in inert}
+    return replace(
+        space, unused={n: v for n, v in _unused(space, complete).items() if n not in idle}
+    )
+
+
+def _unused(
+    space: Space, listed: Mapping[str, tuple[Scalar, ...]]
+) -> dict[str, tuple[Scalar, ...]]:
+    """Listed values that no possible knobs have: out of range, or decided by other knobs."""
+    found = {}
+    for name, possible in space.choices().items():
+        values = [value for value in listed.get(name, ()) if value not in ("auto", "off")]
+        kept = [value for value in values if value in possible]
+        # a knob that is never as it was written is spelt in another way, not left out
+        if kept and len(kept) < len(values):
+            found[name] = tuple(value for value in values if value not in kept)
+    return found
 
 
 def baseline_knobs(space: Space, listed: Mapping[str, tuple[Scalar, ...]]) -> Knobs:

@@ -133,6 +133,9 @@ def _work(plan: Any, view: "StudyView", store: "Store", as_json: bool, out: Path
     for reason, count in plan.space.dropped.items():
         plural = "" if count == 1 else "s"
         console.print(f"  left out: {count} combination{plural}: {reason}", soft_wrap=True)
+    for knob, values in plan.space.unused.items():
+        shown = ", ".join(map(str, values))
+        console.print(f"  left out: {knob} {shown}: no possible combination", soft_wrap=True)
     progress = Progress(console, plan.study.budget.measured_trials, levels)
     with progress, flag.on_signals(progress.note), ledger_errors(store.engine.url):
         outcome = StudyRun(plan, view, store, progress, flag).run()

@@ -227,9 +227,23 @@ def test_belief_returns_to_the_measurements_where_they_are() -> None:
     assert inside.mean() > 0.85
 
 
-def test_a_search_without_room_names_the_constraint() -> None:
+@pytest.mark.parametrize(
+    ("limit_gib", "named"),
+    [(0.5, "constraints.max_memory_gib 0.5"), (None, "the GPU's memory")],
+    ids=["constraint", "gpu"],
+)
+def test_a_search_without_room_names_what_is_too_small_and_by_how_much(
+    limit_gib: float | None, named: str
+) -> None:
     search = Search.__new__(Search)
-    search.num_infeasible = 7
-    assert "7 configurations are predicted not to fit" in search.exhausted()
     search.num_infeasible = 0
     assert "measured" in search.exhausted()
+    forecast = Forecast(
+        log_speed={}, log_sd={}, feasible=np.zeros(3, dtype=bool),
+        memory_gib=np.array([9.0, 4.25, 8.0]), limit_gib=limit_gib,
+    )  # fmt: skip
+    search._note_infeasible(forecast, np.array([True, True, False]))
+    assert search.exhausted() == (
+        f"nothing is left to measure: 2 configurations are predicted not to fit {named}; the least "
+        "needs 4.25 GiB of a GPU (`autotune predict` tells each)"
+    )

@@ -159,3 +159,17 @@ def test_a_backend_knob_takes_any_scalar_and_an_unknown_prefix_is_refused() -> N
     assert parse_dimension("sglang.attention_backend", ["fa3", "triton"]) == ("fa3", "triton")
     with pytest.raises(ValueError, match="unknown knob"):
         parse_dimension("foo.bar", [1])
+
+
+def test_listed_values_that_no_knobs_have_are_told() -> None:
+    listed = {
+        "speculation.method": ("off", "eagle3"),
+        "speculation.steps": (1, 3),
+        "speculation.topk": (1,),
+        "speculation.draft_tokens": (4, 500),
+        "parallel.tp": (8,),
+        "nccl.proto": ("auto", "LL"),
+    }
+    space = build_space(listed, GPU)
+    # topk 1 makes it steps + 1: 2 and 4
+    assert space.unused == {"speculation.draft_tokens": (500,)}

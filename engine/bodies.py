@@ -155,14 +155,14 @@ class Bodies:
         following_BL, captured_XF = self.model.ops.follow(
             self.tree_3BT[0], self.path_BA, self.count_B, self.next_B, self.captured_NF, longest
         )
-        out_NH = model.forward(
+        seed_BH = model.forward(
             following_BL,
             model.fuse(captured_XF),
             self.start_B[:, None] + self._chain_depth_BT[:, :longest],
             slot_B,
             self.start_B,
+            only_B=self.count_B,
         )
-        seed_BH = self.model.ops.pick(out_NH, self.count_B, slot_B, seeds.hidden_SH)
         seeds.settle(model, slot_B, seed_BH, with_logits=self.speculation.topk > 1)
 
     def _forward(

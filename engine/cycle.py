@@ -39,10 +39,8 @@ class Seeds:
     def settle(
         self, model: DraftModel, slot_B: torch.Tensor, seed_BH: torch.Tensor, *, with_logits: bool
     ) -> None:
-        """Keep what follows from an extend's last rows, whose hidden states are kept already.
-
-        Chains need no logits.
-        """
+        """Keep an extend's last rows; chains need no logits."""
+        self.hidden_SH[slot_B] = seed_BH
         if with_logits:
             logits_BR = model.logits(seed_BH)
             self.logits_SR[slot_B] = logits_BR
@@ -268,10 +266,10 @@ class Cycle:
         num_sequences, num_tokens = following_BA.shape
         position_BA = prefix_B[:, None] + torch.arange(num_tokens, device=self.device)
         hidden_NH = model.fuse(captured_BAF.reshape(num_sequences * num_tokens, -1))
-        out_NH = model.forward(following_BA, hidden_NH, position_BA, slot_B, prefix_B)
-        rows_B = torch.arange(num_sequences, device=self.device) * num_tokens + last_B
-        seeds.hidden_SH[slot_B] = out_NH[rows_B]
-        seeds.settle(model, slot_B, out_NH[rows_B], with_logits=True)
+        seed_BH = model.forward(
+            following_BA, hidden_NH, position_BA, slot_B, prefix_B, only_B=last_B
+        )
+        seeds.settle(model, slot_B, seed_BH, with_logits=True)
 
     def _want(self, sequences: list[Sequence]) -> Want:
         if any(s.request.temperature > 0 for s in sequences):

@@ -47,33 +47,39 @@ class DraftModel:
         slot_B: torch.Tensor,
         prefix_B: torch.Tensor,
         tree_mask_BMM: torch.Tensor | None = None,
+        only_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states (N, H) before the last norm: what the next draft step takes as input.
 
         Without a mask the T tokens follow row ``prefix_b`` causally. With one, M nodes hang below
         ``prefix_b`` and the T tokens are the last of them; the others are in the cache already.
+        ``only``: the one token of each sequence whose hidden state is wanted, (B, H); the others
+        are settled in the cache and go no further.
         """
         num_tokens = token_BT.shape[1]
         # kernels read rows one after the other; of one sequence, an expanded level reshapes to a
         # view whose rows are all the same memory
         hidden_NH, position_BT = hidden_NH.contiguous(), position_BT.contiguous()
         if self.fused and num_tokens <= FUSED_TOKENS and token_BT.numel() <= FUSED_ROWS:
-            return self._forward_few(
+            o, residual = self._attend_few(
                 token_BT, hidden_NH, position_BT, slot_B, prefix_B, tree_mask_BMM
             )
-        shape, weights, ops = self.shape, self.weights, self.ops
-        eps = shape.rms_eps
-        embed_NH = F.embedding(token_BT.reshape(-1), weights.embed_VH)
-        normed_NH = ops.rms_norm(hidden_NH, weights.hidden_norm_H, eps)
-        residual = normed_NH if shape.norm_before_residual else hidden_NH
-        y = torch.cat((ops.rms_norm(embed_NH, weights.input_norm_H, eps), normed_NH), dim=-1)
-        x = self._attention(y, position_BT, slot_B, prefix_B, tree_mask_BMM)
-        y, residual = ops.add_rms_norm(x, residual, weights.post_norm_H, eps)
+        else:
+            o, residual = self._attend(
+                token_BT, hidden_NH, position_BT, slot_B, prefix_B, tree_mask_BMM
+            )
+        if only_B is not None:
+            o, residual = self.ops.pick(o, residual.contiguous(), only_B)
+        if self.fused and len(o) <= FUSED_ROWS:
+            return self._rest_few(o, residual)
+        weights, eps = self.weights, self.shape.rms_eps
+        x = F.linear(o, weights.o_HQ)
+        y, residual = self.ops.add_rms_norm(x, residual, weights.post_norm_H, eps)
         gate, up = F.linear(y, weights.gate_up_JH).chunk(2, dim=-1)
         out_NH: torch.Tensor = F.linear(F.silu(gate) * up, weights.down_HI) + residual
         return out_NH
 
-    def _forward_few(
+    def _attend_few(
         self,
         token_BT: torch.Tensor,
         hidden_NH: torch.Tensor,
@@ -81,21 +87,21 @@ class DraftModel:
         slot_B: torch.Tensor,
         prefix_B: torch.Tensor,
         tree_mask_BMM: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention's outputs (N, Q) before the projection, and the residual stream (N, H)."""
         shape, weights, ops = self.shape, self.weights, self.ops
-        eps, num_tokens = shape.rms_eps, token_BT.shape[1]
+        num_tokens = token_BT.shape[1]
         y, normed_NH = ops.draft_input(
             token_BT.reshape(-1),
             weights.embed_VH,
             hidden_NH,
             weights.input_norm_H,
             weights.hidden_norm_H,
-            eps,
+            shape.rms_eps,
         )
-        dense = self.dense
         mask_BTM = None if tree_mask_BMM is None else tree_mask_BMM[:, -num_tokens:].contiguous()
         o = ops.qkv_attention(
-            dense.linear_add(y, weights.qkv_PX, None),
+            self.dense.linear_add(y, weights.qkv_PX, None),
             None,
             None,
             0.0,
@@ -109,10 +115,13 @@ class DraftModel:
             mask_BTM,
             self.scale,
         )
-        residual = normed_NH if shape.norm_before_residual else hidden_NH
-        x = dense.linear_add(o, weights.o_HQ, residual)
-        gate_up = dense.norm_linear(x, weights.post_norm_H, eps, weights.gate_up_JH)
-        out_NH: torch.Tensor = dense.linear_add(ops.silu_product(gate_up), weights.down_HI, x)
+        return o, normed_NH if shape.norm_before_residual else hidden_NH
+
+    def _rest_few(self, o_NQ: torch.Tensor, residual_NH: torch.Tensor) -> torch.Tensor:
+        weights, dense = self.weights, self.dense
+        x = dense.linear_add(o_NQ, weights.o_HQ, residual_NH)
+        gate_up = dense.norm_linear(x, weights.post_norm_H, self.shape.rms_eps, weights.gate_up_JH)
+        out_NH: torch.Tensor = dense.linear_add(self.ops.silu_product(gate_up), weights.down_HI, x)
         return out_NH
 
     def best(self, hidden_NH: torch.Tensor) -> torch.Tensor:
@@ -129,20 +138,26 @@ class DraftModel:
         normed = self.ops.rms_norm(hidden_NH, self.weights.norm_H, self.shape.rms_eps)
         return F.linear(normed, self.weights.head_RH).float()
 
-    def _attention(
+    def _attend(
         self,
-        y_NX: torch.Tensor,
+        token_BT: torch.Tensor,
+        hidden_NH: torch.Tensor,
         position_BT: torch.Tensor,
         slot_B: torch.Tensor,
         prefix_B: torch.Tensor,
         tree_mask_BMM: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``_attend_few`` with the basic ops."""
+        weights, ops, eps = self.weights, self.ops, self.shape.rms_eps
         n, g, d = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
         num_sequences, num_tokens = position_BT.shape
-        qkv = F.linear(y_NX, self.weights.qkv_PX).view(-1, n + 2 * g, d)
+        embed_NH = F.embedding(token_BT.reshape(-1), weights.embed_VH)
+        normed_NH = ops.rms_norm(hidden_NH, weights.hidden_norm_H, eps)
+        y = torch.cat((ops.rms_norm(embed_NH, weights.input_norm_H, eps), normed_NH), dim=-1)
+        qkv = F.linear(y, weights.qkv_PX).view(-1, n + 2 * g, d)
         q, k, v = qkv[:, :n], qkv[:, n : n + g], qkv[:, n + g :]
         position_N = position_BT.reshape(-1)
-        q, k = self.ops.qk_norm_rope(q, k, None, None, 0.0, position_N, self.cos_PD, self.sin_PD)
+        q, k = ops.qk_norm_rope(q, k, None, None, 0.0, position_N, self.cos_PD, self.sin_PD)
         k_BTGD = k.reshape(num_sequences, num_tokens, g, d)
         v_BTGD = v.reshape(num_sequences, num_tokens, g, d)
         q_BTND = q.reshape(num_sequences, num_tokens, n, d)
@@ -151,8 +166,9 @@ class DraftModel:
             # the op has as many queries as the mask has nodes: earlier nodes ask nothing
             q_BTND = F.pad(q_BTND, (0, 0, 0, 0, num_before, 0))
         k_cache, v_cache = self.cache_XSCGD[0], self.cache_XSCGD[1]
-        self.ops.store_kv(k_BTGD, v_BTGD, k_cache, v_cache, slot_B, prefix_B + num_before)
-        o_BMND = self.ops.tree_attention(
+        ops.store_kv(k_BTGD, v_BTGD, k_cache, v_cache, slot_B, prefix_B + num_before)
+        o_BMND = ops.tree_attention(
             q_BTND, k_cache, v_cache, slot_B, prefix_B, tree_mask_BMM, self.scale
         )
-        return F.linear(o_BMND[:, num_before:].reshape(-1, n * d), self.weights.o_HQ)
+        o_NQ = o_BMND[:, num_before:].reshape(-1, n * d)
+        return o_NQ, normed_NH if self.shape.norm_before_residual else hidden_NH

@@ -124,8 +124,13 @@ class Prefill:
             assert self.seeds is not None
             assert captured_TF is not None
             model = self.draft_model
-            hidden_TH = model.fuse(captured_TF)
-            out_TH = model.forward(following_T[None], hidden_TH, position_1T, slot_1, start_1)
+            seed_1H = model.forward(
+                following_T[None],
+                model.fuse(captured_TF),
+                position_1T,
+                slot_1,
+                start_1,
+                only_B=end_1,
+            )
             if last:
-                self.seeds.hidden_SH[slot_1] = out_TH[end_1]
-                self.seeds.settle(model, slot_1, out_TH[end_1], with_logits=True)
+                self.seeds.settle(model, slot_1, seed_1H, with_logits=True)

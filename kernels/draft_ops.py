@@ -61,15 +61,13 @@ def follow_ref(
 
 
 def pick_ref(
-    out_NH: torch.Tensor, count_B: torch.Tensor, slot_B: torch.Tensor, hidden_SH: torch.Tensor
-) -> torch.Tensor:
-    """Row ``count_b`` of each sequence's rows, (B, H); also kept at its slot of ``hidden``."""
+    x_NW: torch.Tensor, y_NH: torch.Tensor, count_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row ``count_b`` of each sequence's rows, of two matrices: (B, W) and (B, H)."""
     num_sequences = count_B.shape[0]
-    longest = out_NH.shape[0] // num_sequences
-    row_B = torch.arange(num_sequences, device=out_NH.device) * longest + count_B
-    seed_BH = out_NH[row_B]
-    hidden_SH[slot_B] = seed_BH
-    return seed_BH
+    longest = x_NW.shape[0] // num_sequences
+    row_B = torch.arange(num_sequences, device=x_NW.device) * longest + count_B
+    return x_NW[row_B], y_NH[row_B]
 
 
 @triton.jit
@@ -135,14 +133,19 @@ def follow_kernel(
 
 
 @triton.jit
-def pick_kernel(source, count, slot, kept, out, L, H, BLOCK_H: tl.constexpr, PDL: tl.constexpr):
+def pick_kernel(
+    x, y, count, x_out, y_out, L, W, H,
+    BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
+    w = tl.arange(0, BLOCK_W)
     h = tl.arange(0, BLOCK_H)
     wait_for_predecessor(PDL)
     row = b * L + tl.load(count + b)
-    x = tl.load(source + row * H + h, mask=h < H, other=0.0)
-    tl.store(out + b * H + h, x, mask=h < H)
-    tl.store(kept + tl.load(slot + b) * H + h, x, mask=h < H)
+    if tl.program_id(1) == 0:
+        tl.store(x_out + b * W + w, tl.load(x + row * W + w, mask=w < W, other=0.0), mask=w < W)
+    else:
+        tl.store(y_out + b * H + h, tl.load(y + row * H + h, mask=h < H, other=0.0), mask=h < H)
 
 
 def draft_input(
@@ -212,19 +215,20 @@ def follow(
 
 
 def pick(
-    out_NH: torch.Tensor, count_B: torch.Tensor, slot_B: torch.Tensor, hidden_SH: torch.Tensor
-) -> torch.Tensor:
+    x_NW: torch.Tensor, y_NH: torch.Tensor, count_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``pick_ref``, in one launch."""
-    num_sequences, hidden = count_B.shape[0], out_NH.shape[1]
+    num_sequences, num_rows = count_B.shape[0], x_NW.shape[0]
     require(
-        out_NH.is_contiguous() and hidden_SH.is_contiguous() and hidden_SH.shape[1] == hidden,
-        "pick: inputs must be contiguous rows of one width",
+        x_NW.is_contiguous() and y_NH.is_contiguous() and y_NH.shape[0] == num_rows,
+        f"pick: {list(x_NW.shape)} and {list(y_NH.shape)} must be contiguous rows, as many of each",
     )
-    seed_BH = out_NH.new_empty(num_sequences, hidden)
-    pdl = pdl_for(out_NH.device)
+    x_BW = x_NW.new_empty(num_sequences, x_NW.shape[1])
+    y_BH = y_NH.new_empty(num_sequences, y_NH.shape[1])
+    pdl = pdl_for(x_NW.device)
     launch(
-        pick_kernel, (num_sequences,), out_NH, count_B, slot_B, hidden_SH, seed_BH,
-        out_NH.shape[0] // num_sequences, hidden, BLOCK_H=pow2(hidden), PDL=pdl, launch_pdl=pdl,
-        num_warps=4,
+        pick_kernel, (num_sequences, 2), x_NW, y_NH, count_B, x_BW, y_BH,
+        num_rows // num_sequences, x_NW.shape[1], y_NH.shape[1], BLOCK_W=pow2(x_NW.shape[1]),
+        BLOCK_H=pow2(y_NH.shape[1]), PDL=pdl, launch_pdl=pdl, num_warps=4,
     )  # fmt: skip
-    return seed_BH
+    return x_BW, y_BH

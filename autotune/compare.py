@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from pydantic import ValidationError
+
 from autotune.compare_arms import Arm
 from autotune.comparison import Comparison, Decision, pair_order
 from autotune.health_rules import HealthFinding, watch_repeats
@@ -217,7 +219,7 @@ class CompareRun:
     def _repeat(self, side: _Side, knobs: Knobs, level: int) -> float | Failure:
         """A repeat's metric, turned so that more is better; one that failed by chance is redone."""
         while True:
-            failure = self._bench.ensure_open(knobs)
+            failure = self._open(knobs)
             if failure is None:
                 key = (knobs.id, level)
                 number = side.taken.get(key, 0)
@@ -235,6 +237,13 @@ class CompareRun:
                 return failure
             self._retries += 1
             self._note(f"  {failure.kind} at {failure.stage}: {failure.message}; tried again")
+
+    def _open(self, knobs: Knobs) -> Failure | None:
+        """Start what the knobs need; knobs of a file may be none that this backend can run."""
+        try:
+            return self._bench.ensure_open(knobs)
+        except ValueError as error:
+            return Failure(kind="invalid", stage="open", message=one_line(error))
 
     def _share(self, first: Knobs, second: Knobs) -> bool:
         group_of = self._bench.backend.group
@@ -319,6 +328,16 @@ class CompareRun:
             f"  pair {num_pairs}/{budget.max_pairs} ({mean_s:.1f} s each, at most {most_s:.0f} s "
             f"more): {'; '.join(parts)}"
         )
+
+
+def one_line(error: ValueError) -> str:
+    """What is wrong, without pydantic's frame around it."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        said = first["msg"].removeprefix("Value error, ")
+        return f"{where}: {said}" if where else said
+    return str(error).splitlines()[0]
 
 
 def _margin(floor: float | None) -> float:

@@ -38,7 +38,7 @@ def show_compared(found: Compared, screen: Console) -> None:
     """Print the answer: sentences first, then the table behind them."""
     for level in found.levels:
         screen.print(sentence(level), soft_wrap=True)
-        needed = _needed(level)
+        needed = _needed(level, _pair_s(found))
         if needed:
             screen.print(f"  {needed}", soft_wrap=True)
     if found.levels:
@@ -141,7 +141,20 @@ def _table(found: Compared) -> Table:
     return table
 
 
-def _needed(level: LevelComparison) -> str:
+def _pair_s(found: Compared) -> float | None:
+    """Seconds that a pair took, starts included."""
+    pairs = max((level.decision.num_pairs for level in found.levels), default=0)
+    return found.seconds / pairs if pairs else None
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("days", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _needed(level: LevelComparison, pair_s: float | None) -> str:
     decision = level.decision
     flags = [
         f"{name}: {', '.join(summary.flags)}"
@@ -151,7 +164,9 @@ def _needed(level: LevelComparison) -> str:
     parts = []
     if math.isfinite(decision.precision):
         wanted = ", ".join(
-            f"±{100 * effect:g} % needs {n} pairs" for effect, n in decision.pairs_needed.items()
+            f"±{100 * effect:g} % needs {n} pairs"
+            + (f" ({_time(n * pair_s)})" if pair_s is not None else "")
+            for effect, n in decision.pairs_needed.items()
         )
         parts.append(f"{decision.num_pairs} pairs give ±{100 * decision.precision:.1f} %; {wanted}")
     return "; ".join([*parts, *flags])
@@ -162,12 +177,16 @@ def _ratio(ratio: Ratio, *, short: bool = False) -> str:
         return (
             f"{ratio.median:.3f} (no interval)"
             if short
-            else (f"A/B = {ratio.median:.3f} ×, no interval yet (n = {ratio.num_pairs} pairs)")
+            else f"A/B = {ratio.median:.3f} ×, no interval yet (n = {_pairs(ratio.num_pairs)})"
         )
     spread = f"{ratio.low:.3f}–{ratio.high:.3f}"
     if short:
         return f"{ratio.median:.3f} ({spread})"
-    return f"A/B = {ratio.median:.3f} × (95 % CI {spread}, n = {ratio.num_pairs} pairs)"
+    return f"A/B = {ratio.median:.3f} × (95 % CI {spread}, n = {_pairs(ratio.num_pairs)})"
+
+
+def _pairs(count: int) -> str:
+    return f"{count} pair{'s' if count != 1 else ''}"
 
 
 def _summary(summary: Summary) -> str:

@@ -10,13 +10,19 @@ from autotune.compare import CompareBudget, Compared, CompareRun
 from autotune.compare_arms import Arm, home_study, resolve_arm
 from autotune.compare_report import compared_mapping
 from autotune.errors import UserError
+from autotune.explain.config_subject import launch_block
+from autotune.explain.subject import is_file
 from autotune.history import History
 from autotune.host_lock import hold_machine
 from autotune.measuring import Bench
+from autotune.modelling import config_folder
 from autotune.plan import Plan, stored_plan
+from autotune.schemas import ModelRef
 from autotune.stopping import StopFlag
 from autotune.store.store import Store
 from autotune.store.views import StudyView
+from autotune.yaml_source import read_yaml
+from model.shapes import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +50,8 @@ def run_compare(
     plan = stored_plan(view)
     arms = [resolve_arm(store, view, plan.study, what) for what in asked.whats]
     levels = _levels(plan, arms, asked.concurrency)
+    for what in asked.whats:
+        _same_model(plan, what)
     kind = plan.study.backend.kind
     with hold_machine(kind, f"comparison in study {view.name}", note, flag.check):
         backend = create_backend(
@@ -111,6 +119,36 @@ def _measure(
     found = run.run(first, second, levels, budget, asked.margin, seed)
     store.add_event(view.id, "compare", compared_mapping(found))
     return found
+
+
+def _same_model(plan: Plan, what: str) -> None:
+    """Refuse a launch config of another model or device: its knobs would be measured on ours."""
+    if not is_file(what):
+        return
+    data = read_yaml(Path(what)).data
+    if isinstance(data, dict) and "space" in data:
+        return
+    block = launch_block(data, Path(what))
+    ours = plan.study.backend.args.get("device")
+    theirs = block.get("device")
+    if ours is not None and theirs is not None and ours != theirs:
+        raise UserError(
+            f"{what} is for device {theirs}, and study {plan.study.name} measures on {ours}"
+        )
+    target = dict(block["target"])
+    if target.get("path") is not None:
+        target["path"] = (Path(what).resolve().parent / target["path"]).resolve()
+    try:
+        shape = ModelShape.load(config_folder(ModelRef.model_validate(target)))
+    except (UserError, ValueError):
+        # its folder is elsewhere: the name has to do
+        return
+    if shape != plan.model.predictor.target:
+        name = block["target"].get("path") or block["target"].get("shape")
+        raise UserError(
+            f"{what} is for another model ({name}) than study {plan.study.name} measures: its "
+            "numbers would not be those of its own model"
+        )
 
 
 def _levels(plan: Plan, arms: list[Arm], asked: int | None) -> tuple[int, ...]:

@@ -88,9 +88,14 @@ def compare(
     else:
         show_compared(found, stdout())
     if found.failure is not None:
-        raise AutotuneError(
+        said = (
             f"{found.failed_arm} gave no number: {found.failure.kind} at {found.failure.stage}: "
             f"{found.failure.message}"
         )
+        if as_json:
+            # the answer on stdout holds it already
+            note(f"autotune: {said}")
+            raise typer.Exit(1)
+        raise AutotuneError(said)
     if flag.reason is not None:
         raise typer.Exit(_INTERRUPTED)

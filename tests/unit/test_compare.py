@@ -3,16 +3,20 @@
 import io
 import json
 import multiprocessing
+import re
 import threading
 import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from study_files import sim_study, write_study
+from study_files import ROOT, sim_study, write_study
 
 from autotune import host_lock
+from autotune.backends.base import Group
+from autotune.backends.sim_backend import SimBackend
 from autotune.cli.main import main
+from autotune.compare_report import show_compared
 from autotune.compare_session import CompareAsked, run_compare
 from autotune.errors import UserError
 from autotune.history import History
@@ -20,6 +24,7 @@ from autotune.host_lock import hold_machine
 from autotune.measuring import StopRequestedError
 from autotune.plan import create_study, make_plan
 from autotune.progress import Progress
+from autotune.records import Failure
 from autotune.stopping import StopFlag
 from autotune.store.store import Store
 from autotune.study import StudyRun
@@ -196,3 +201,53 @@ def test_waiting_can_be_given_up_and_simulations_never_wait(tmp_path, monkeypatc
     finally:
         leave.set()
         thread.join()
+
+
+def launch_file(tmp_path: Path, target: dict[str, object]) -> str:
+    """A launch config for a target."""
+    block = {
+        "target": target, "draft": {"weights": "random"}, "tp": 8,
+        "collectives": {"backend": "nccl"},
+        "schedule": [{"max_concurrency": 1, "speculation": {"method": "off"}}],
+    }  # fmt: skip
+    path = tmp_path / "launch.yaml"
+    path.write_text(json.dumps(block))
+    return str(path)
+
+
+def test_a_file_of_another_model_is_refused(finished: Store, tmp_path: Path) -> None:
+    own = dict(sim_study()["target"])
+    other = launch_file(tmp_path, {"path": str(ROOT / "studies" / "models" / "tiny-moe")})
+    with pytest.raises(UserError, match=r"launch.yaml is for another model"):
+        run_compare(finished, asked("baseline", other, study="sim"), StopFlag(), lambda text: None)
+    same = launch_file(tmp_path, own)
+    found = run_compare(
+        finished, asked("baseline", same, study="sim", max_pairs=6), StopFlag(), lambda text: None
+    )
+    assert found.levels[0].decision.num_pairs == 6
+
+
+def test_knobs_that_the_backend_refuses_are_a_failure_of_their_arm(
+    finished: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: SimBackend, group: Group) -> Failure | None:
+        del self, group
+        raise ValueError("collectives.backend 'x' does not run here\nand more")
+
+    monkeypatch.setattr(SimBackend, "open", refuse)
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "baseline", "best", "--study", "sim", "--json"])
+    shown = capsys.readouterr()
+    # one object on stdout, although it failed
+    found = json.loads(shown.out)
+    assert ended.value.code == 1
+    assert found["failure"]["kind"] == "invalid"
+    assert found["failure"]["message"] == "collectives.backend 'x' does not run here"
+    assert "gave no number" in shown.err
+
+
+def test_the_price_of_precision_is_told_in_pairs_and_time(finished: Store) -> None:
+    found = run_compare(finished, asked("0", "baseline"), StopFlag(), lambda text: None)
+    screen = io.StringIO()
+    show_compared(found, Console(file=screen, width=200))
+    assert re.search(r"±1 % needs \d+ pairs \(\d+ (s|min|h|days)\)", screen.getvalue())

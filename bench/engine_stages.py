@@ -29,7 +29,7 @@ from bench.engine_rows import (
 )
 from bench.engine_tiny import stage_diagnose, stage_fp32, stage_tiny
 from bench.engine_tp import stage_tp2, stage_tp2_one_gpu, stage_tp2spec
-from bench.engine_warm import stage_warm, stage_warm_tiny
+from bench.engine_warm import stage_warm, stage_warm_near_tie, stage_warm_tiny
 from engine.api import Engine
 from engine.errors import EngineError
 
@@ -124,6 +124,7 @@ STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     # name -> (stage, timeout in seconds)
     "warm": (stage_warm, 100),
     "warm_tiny": (stage_warm_tiny, 120),
+    "warm_near_tie": (stage_warm_near_tie, 60),
     "q8": (stage_q8, 90),
     "q48": (stage_q48, 110),
     "fp32": (stage_fp32, 90),
@@ -174,7 +175,8 @@ def show(row: dict[str, Any]) -> None:
         "start_s", "prefill_s", "verify_ms", "spread", "rc", "error", "eager_ms", "captured_ms",
         "on_ms", "off_ms", "cost", "prefill_ms", "long_ms", "decode_ms", "outside_decode_ms",
         "busy_us", "span_us", "num_kernels", "kernels_per_step", "segments_ms", "places",
-        "threshold", "share_below_threshold", "largest", "largest_margin", "not_near_ties",
+        "threshold", "share_below_threshold", "largest", "largest_margin",
+        "beyond_best_two", "verdict", "reason", "median", "p99",
     ):  # fmt: skip
         value = row.get(key)
         if value is not None:

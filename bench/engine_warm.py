@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from bench.engine_near_tie import KINDS
+from bench.engine_near_tie import AT_ONCE, KINDS
 from bench.engine_tiny import TINY_KINDS
 
 Emit = Callable[..., None]
@@ -24,9 +24,9 @@ _SLICE = (
 _TINY = (
     "import bench.engine_tiny as t, bench.engine_near_tie as n\n"
     "spec = (t.TINY_KINDS | n.KINDS)[{kind!r}]\n"
-    "asks = t.tiny_requests(16, 128, 40)\n"
+    "asks = t.tiny_requests(16, 128, 24)\n"
     "with Engine(t.tiny_config(dtype={dtype!r}, cuda_graph=n.GRAPHS)) as e:\n"
-    "    for size in (1, 4, 16): e.generate(asks[:size], spec, concurrency=size)\n"
+    "    for size in {sizes}: e.generate(asks[:size], spec, concurrency=size)\n"
     "    if {kind!r} == 'off': e.generate(asks, spec, concurrency=16, margins=True)\n"
 )
 
@@ -55,11 +55,19 @@ def stage_warm(emit: Emit) -> None:
 
 
 def stage_warm_tiny(emit: Emit) -> None:
-    """The trained tiny model's, in both types."""
-    kinds = [*TINY_KINDS, *(k for k in KINDS if k not in TINY_KINDS)]
+    """What the trained tiny model's stages of speed run: bf16 at three loads."""
+    _compile(emit, {f"tiny {kind}": _tiny(kind, "bfloat16", (1, 4, 16)) for kind in TINY_KINDS})
+
+
+def stage_warm_near_tie(emit: Emit) -> None:
+    """What the stage ``near_tie`` runs: both types at one load."""
     jobs = {
-        f"tiny {dtype} {kind}": _TINY.format(kind=kind, dtype=dtype)
+        f"{dtype} {kind}": _tiny(kind, dtype, (AT_ONCE,))
         for dtype in ("bfloat16", "float32")
-        for kind in (kinds if dtype == "bfloat16" else ["off", *KINDS])
+        for kind in ("off", *KINDS)
     }
     _compile(emit, jobs)
+
+
+def _tiny(kind: str, dtype: str, sizes: tuple[int, ...]) -> str:
+    return _TINY.format(kind=kind, dtype=dtype, sizes=sizes)

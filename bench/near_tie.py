@@ -1,10 +1,8 @@
-"""Whether bf16 outputs that differ do so at near-ties: noise measured, threshold, verdict.
+"""Where bf16 outputs part, how wide the exact model's choice is there, and how wide rounding is.
 
-A difference between two correct bf16 runs needs the two best tokens to be closer than what
-rounding moves their margin by. How far that is, is measured: margins of a bf16 run against an fp32
-run of the same bf16 weights, at the same prefixes. Each of two runs is off by the largest such
-noise at most, so a difference is a near-tie when the exact (fp32) margin is within twice that, and
-the two tokens are the two best.
+The verdict is ``autotune.backends.output_check``'s; this is what it stands on, place by place: the
+exact (fp32) margin at each first difference, whether the two tokens are the exact best two, and by
+how much bf16 moves margins at the same prefixes.
 """
 
 from collections.abc import Sequence
@@ -32,10 +30,6 @@ class Judged:
     margin: float
     #: whether the two tokens are the exact best two
     best_two: bool
-
-    def is_near_tie(self, threshold: float) -> bool:
-        """Whether rounding explains it."""
-        return self.best_two and self.margin <= threshold
 
 
 def first_differences(
@@ -70,11 +64,6 @@ def margin_noise(exact: Sequence[RequestResult], rounded: Sequence[RequestResult
             if best != best_b:
                 break
     return noise
-
-
-def threshold_of(noise: Sequence[float]) -> float:
-    """Twice the largest noise seen."""
-    return 2.0 * max(noise)
 
 
 def judge(difference: Difference, forced: RequestResult) -> Judged:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from engine.dense import Dense
 from engine.draft_weights import DraftWeights
+from engine.policy import Policies
 from engine.shapes import DraftShape
 from engine.target import FUSED_ROWS, FUSED_TOKENS, rope_tables
 from kernels.opset import OpSet
@@ -23,7 +24,8 @@ class DraftModel:
         self, shape: DraftShape, weights: DraftWeights, ops: OpSet, *, slots: int, rows: int
     ) -> None:
         self.shape, self.weights, self.ops = shape, weights, ops
-        self.dense = Dense(ops)
+        # the head lives on one rank, whatever the target does
+        self.dense, self.policies = Dense(ops), Policies(alone=True)
         #: whether forwards of few tokens use the fused ops
         self.fused = ops.name == "triton"
         fc = weights.fc_HF
@@ -61,9 +63,10 @@ class DraftModel:
         # view whose rows are all the same memory
         hidden_NH, position_BT = hidden_NH.contiguous(), position_BT.contiguous()
         if self.fused and num_tokens <= FUSED_TOKENS and token_BT.numel() <= FUSED_ROWS:
-            o, residual = self._attend_few(
-                token_BT, hidden_NH, position_BT, slot_B, prefix_B, tree_mask_BMM
-            )
+            with self.policies.launching(len(hidden_NH)):
+                o, residual = self._attend_few(
+                    token_BT, hidden_NH, position_BT, slot_B, prefix_B, tree_mask_BMM
+                )
         else:
             o, residual = self._attend(
                 token_BT, hidden_NH, position_BT, slot_B, prefix_B, tree_mask_BMM
@@ -71,7 +74,8 @@ class DraftModel:
         if only_B is not None:
             o, residual = self.ops.pick(o, residual.contiguous(), only_B)
         if self.fused and len(o) <= FUSED_ROWS:
-            return self._rest_few(o, residual)
+            with self.policies.launching(len(o)):
+                return self._rest_few(o, residual)
         weights, eps = self.weights, self.shape.rms_eps
         x = F.linear(o, weights.o_HQ)
         y, residual = self.ops.add_rms_norm(x, residual, weights.post_norm_H, eps)

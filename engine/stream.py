@@ -12,6 +12,7 @@ not counted as decoding.
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 from time import perf_counter
 from typing import Any
 
@@ -151,14 +152,14 @@ class Stream:
     def _wanted(self) -> int:
         """Cycles to queue now; 0: read first.
 
-        Every cycle delivers at least one token to a request that has not ended, so cycles beyond
-        the longest need are never queued; those beyond the least need may turn out idle.
+        Cycles beyond the longest need are not queued, as far as the tokens a cycle has delivered so
+        far tell; those beyond the least need may turn out idle.
         """
         if not self.active:
             return 0
         queued = self.num_queued
         left = [s.request.max_new_tokens - len(s.tokens) for s in self.active]
-        most = max(left) - queued
+        most = ceil(max(left) / self._tokens_per_cycle()) - queued
         if most <= 0:
             return 0
         # cycles within which no request ends that another one waits for
@@ -176,6 +177,14 @@ class Stream:
             return 1
         # an order is worth its broadcast
         return max(1, min(safe, _LONGEST_ORDER, most))
+
+    def _tokens_per_cycle(self) -> float:
+        """Mean so far over the running requests; at first the least there can be."""
+        if self.speculation.method == "off":
+            return 1.0
+        verifies = sum(len(s.tokens_per_verify) for s in self.active)
+        tokens = sum(sum(s.tokens_per_verify) for s in self.active)
+        return tokens / verifies if verifies else 1.0
 
     def _issue(self, count: int) -> None:
         """Queue ``count`` cycles on every rank."""

@@ -1,8 +1,8 @@
-"""The judgement of bf16 differences: what counts as noise, and what is no near-tie."""
+"""What a judgement of bf16 differences stands on: places, exact margins, and noise."""
 
 import pytest
 
-from bench.near_tie import Difference, first_differences, judge, margin_noise, threshold_of
+from bench.near_tie import Difference, first_differences, judge, margin_noise
 from engine.results import RequestResult
 
 
@@ -42,16 +42,9 @@ def test_noise_is_taken_at_equal_prefixes(rounded: RequestResult, expected: list
 
 
 @pytest.mark.parametrize(
-    ("margin", "other", "verdict"),
-    [
-        pytest.param(0.19, 6, True, id="within-twice-the-noise"),
-        pytest.param(0.21, 6, False, id="beyond"),
-        pytest.param(0.01, 7, False, id="not-the-two-best"),
-    ],
+    ("other", "best_two"),
+    [pytest.param(6, True, id="the-two-best"), pytest.param(7, False, id="a-third-token")],
 )
-def test_a_near_tie_is_close_and_between_the_two_best(
-    margin: float, other: int, verdict: bool
-) -> None:
-    threshold = threshold_of([0.02, 0.1, 0.05])
-    forced = _result((6,), (2,), (margin,))
-    assert judge(Difference(0, 3, 2, other), forced).is_near_tie(threshold) is verdict
+def test_a_difference_stands_beside_the_exact_choice(other: int, best_two: bool) -> None:
+    judged = judge(Difference(0, 3, 2, other), _result((6,), (2,), (0.19,)))
+    assert (judged.margin, judged.best_two) == (0.19, best_two)

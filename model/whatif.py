@@ -7,10 +7,19 @@ concurrency, at the predictor's medians, with intervals where the answer is a pr
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from model.draws import interval, most_saved, spread, term_draws
+from model.draws import (
+    accept_length_draws,
+    cycle_draws,
+    interval,
+    most_saved,
+    spread,
+    term_draws,
+)
 from model.predictor import Predictor
 from model.spec import Interval, Knobs, Scalar, Workload
 
@@ -45,8 +54,13 @@ class BreakEven:
 
 
 def plain(knobs: Knobs) -> Knobs:
-    """The same knobs with speculation off."""
-    return Knobs.of({**knobs.values(), "speculation.method": "off"})
+    """The same knobs with speculation off; a server that captures the verify captures that too."""
+    captured = knobs.graph_decode or (knobs.method != "off" and knobs.graph_verify)
+    changed: dict[str, Scalar | None] = {
+        "speculation.method": "off",
+        "cuda_graph.decode": captured,
+    }
+    return Knobs.of({**knobs.values(), **changed})
 
 
 def break_even(predictor: Predictor, knobs: Knobs, workload: Workload) -> BreakEven:
@@ -57,14 +71,6 @@ def break_even(predictor: Predictor, knobs: Knobs, workload: Workload) -> BreakE
     spec = predictor.predict(knobs, workload)
     verify = sum(v.median for name, v in spec.terms_ms.items() if name.startswith("verify."))
     rest = spec.cycle_ms.median - verify
-    ratios = np.exp(
-        [
-            np.log(spec.tokens_per_s.median / off.tokens_per_s.median),
-            # the machine's error is shared by both, so the accept length carries the spread
-            np.log(spec.accept_length.low / spec.accept_length.median),
-            np.log(spec.accept_length.high / spec.accept_length.median),
-        ]
-    )
     return BreakEven(
         concurrency=workload.concurrency,
         plain_step_ms=off.cycle_ms.median,
@@ -73,10 +79,25 @@ def break_even(predictor: Predictor, knobs: Knobs, workload: Workload) -> BreakE
         accept_length=spec.accept_length,
         accept_length_needed=spec.cycle_ms.median / off.cycle_ms.median,
         verify_ms_allowed=spec.accept_length.median * off.cycle_ms.median - rest,
-        speedup=Interval(
-            float(ratios[0]), float(ratios[0] * ratios[1]), float(ratios[0] * ratios[2])
-        ),
+        speedup=interval(speedups(predictor, knobs, workload)),
     )
+
+
+def speedups(
+    predictor: Predictor,
+    knobs: Knobs,
+    workload: Workload,
+    *,
+    plain_step_ms: float | None = None,
+    cycle_ms: float | None = None,
+    accept_length: float | None = None,
+) -> NDArray[Any]:
+    """Tokens/s of speculative knobs over plain decoding, drawn [S]; what was measured is given."""
+    cycles_US = cycle_draws(predictor, [knobs, plain(knobs)], [workload] * 2)
+    cycle_S = cycles_US[0] if cycle_ms is None else cycle_ms
+    step_S = cycles_US[1] if plain_step_ms is None else plain_step_ms
+    tau_S = accept_length_draws(predictor, knobs) if accept_length is None else accept_length
+    return np.broadcast_to(tau_S * step_S / cycle_S, cycles_US[0].shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,9 @@ from autotune.explain.plans import NcclBound, nccl_bound
 from autotune.explain.subject import StudyContext, Subject, pooled_counts
 from autotune.explain.terms import TermRow, term_rows
 from autotune.store.tables import MeasurementRow
+from model.draws import interval
 from model.spec import Inert, Interval, Knobs, Prediction, Scalar, Workload
-from model.whatif import break_even
+from model.whatif import break_even, speedups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +33,12 @@ class Breakeven:
     #: "measured" or "predicted", of the plain step and of the cycle
     plain_source: str
     cycle_source: str
+    #: by the medians
     pays: bool
+    #: tokens/s over plain decoding's, with what both predictions share cancelled
     margin: Interval
+    #: chance that it pays, by the model and what was measured
+    probability: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,14 +207,13 @@ def _breakeven(subject: Subject, rows: Sequence[TermRow]) -> Breakeven | None:
     ]
     verify = sum(parts)
     needed = cycle_ms / plain_ms
-    scale = accept / needed
-    relative = predicted.accept_length
-    margin = (
-        Interval(scale, scale, scale)
-        if length is not None
-        else Interval(
-            scale, scale * relative.low / relative.median, scale * relative.high / relative.median
-        )
+    drawn = speedups(
+        subject.predictor,
+        knobs,
+        workload,
+        plain_step_ms=plain_ms if steps else None,
+        cycle_ms=cycle,
+        accept_length=length,
     )
     return Breakeven(
         plain_step_ms=plain_ms,
@@ -220,8 +224,9 @@ def _breakeven(subject: Subject, rows: Sequence[TermRow]) -> Breakeven | None:
         verify_ms_allowed=accept * plain_ms - (cycle_ms - verify),
         plain_source="measured" if steps else "predicted",
         cycle_source="measured" if cycle is not None else "predicted",
-        pays=scale > 1.0,
-        margin=margin,
+        pays=accept > needed,
+        margin=interval(drawn),
+        probability=float((drawn > 1.0).mean()),
     )
 
 

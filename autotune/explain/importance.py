@@ -55,7 +55,8 @@ def importances(
     """
     names = [name for name, values in space.items() if len(values) > 1]
     usable = [(knobs, speed) for knobs, speed in measured if speed > 0]
-    table = {name: [knobs.values().get(name) for knobs, _ in usable] for name in names}
+    rows = [knobs.values() for knobs, _ in usable]
+    table = {name: [row.get(name) for row in rows] for name in names}
     log_speed = np.log([speed for _, speed in usable]) if usable else np.zeros(0)
     found = []
     enough = len(usable) >= _MIN_KNOBS and float(np.ptp(log_speed)) > 0
@@ -104,10 +105,11 @@ def _effects(table: Mapping[str, Sequence[Scalar | None]], log_speed: Array) -> 
     x_NP = np.stack(columns, axis=1)
     rng = np.random.default_rng(_SEED)
     num = len(log_speed)
-    whole_P = _solver(x_NP) @ (log_speed - log_speed.mean())
+    whole_P = _coefficients(x_NP, log_speed, np.ones(num))
     boot_FP = np.stack(
         [
-            _solver(x_NP[pick]) @ (log_speed[pick] - log_speed[pick].mean())
+            # a resample is the same design with each row counted as often as it was drawn
+            _coefficients(x_NP, log_speed, np.bincount(pick, minlength=num).astype(float))
             for pick in rng.integers(0, num, (_RESAMPLES, num))
         ]
     )
@@ -139,11 +141,20 @@ def _null_range(others_NQ: Array, y_N: Array, solver_VN: Array, order_FN: Array)
     Freedman and Lane: what the other knobs leave unexplained is permuted, their effects stay.
     """
     centred = y_N - y_N.mean()
-    explained = others_NQ @ (_solver(others_NQ) @ centred) if others_NQ.shape[1] else 0.0 * centred
+    explained = others_NQ @ _coefficients(others_NQ, y_N, np.ones(len(y_N)))
     rest = centred - explained
     drawn_FN = explained + rest[order_FN]
     drawn_FN = drawn_FN - drawn_FN.mean(axis=1, keepdims=True)
     return float(np.quantile(np.ptp(drawn_FN @ solver_VN.T, axis=1), 0.95))
+
+
+def _coefficients(x_NP: Array, y_N: Array, count_N: Array) -> Array:
+    """[P]: the additive model of centred values (ridge), rows counted ``count_N`` times."""
+    centred = y_N - np.average(y_N, weights=count_N)
+    counted_PN = x_NP.T * count_N
+    gram = counted_PN @ x_NP + _RIDGE * np.eye(x_NP.shape[1])
+    result: Array = np.linalg.solve(gram, counted_PN @ centred)
+    return result
 
 
 def _solver(x_NP: Array) -> Array:

@@ -121,4 +121,8 @@ def _reason(name: str, predictor: Predictor, plans: Sequence[SizePlan], knobs: K
         return "this phase does not run here, or is not bound by its launches"
     if name == "host.numa_bind" and predictor.machine.cpu.sockets == 1:
         return "the host has one socket"
+    if name == "host.numa_bind":
+        return (
+            "no phase is bound by its launches here, so where the host's threads run is no matter"
+        )
     return "no term of the model depends on it here"

@@ -11,6 +11,7 @@ from model.acceptance import MAX_DEPTHS, MAX_RANKS
 from model.collectives import CollectiveKey
 from model.predictor import Predictor
 from model.spec import Knobs, Scalar, Workload
+from model.whatif import plain
 
 _GRAPHS = ("cuda_graph.decode", "cuda_graph.draft", "cuda_graph.verify", "cuda_graph.extend")
 _STEPS = (1, 2, 3, 4, 5, 6, 8)
@@ -115,12 +116,7 @@ def _classes(predictor: Predictor, knobs: Knobs, nccl_best: Knobs | None) -> dic
     if predictor.draft is not None:
         _trees(knobs, add)
     if speculative:
-        graphs = predictor.machine.gpu is not None and knobs.graph_verify
-        add(
-            "speculation off",
-            speculation__method="off",
-            cuda_graph__decode=graphs or knobs.graph_decode,
-        )
+        found["speculation off"] = [plain(knobs)]
     for tp in (knobs.tp // 2, knobs.tp * 2):
         if tp >= 1 and (predictor.machine.gpu is None or tp <= predictor.machine.num_gpus):
             add("other number of ranks", parallel__tp=tp)

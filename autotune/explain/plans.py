@@ -227,7 +227,7 @@ def _why(
     first = plans[0]
     now = f"at {kib(first.size_bytes)} NCCL runs {first.text()}"
     if best.id == own.id:
-        return f"{now}; no setting gives a faster all-reduce at this size"
+        return f"{now}; by the medians no setting gives a faster all-reduce at this size"
     better = message_plans(predictor, best, workload)
     changed = settings_text(best)
     if not better or better[0].text() == first.text():

@@ -115,16 +115,26 @@ def _break_even(explanation: "Explanation", screen: Console) -> None:
     found = explanation.breakeven
     if found is None:
         return
+    knobs = explanation.subject.knobs
     _heading(screen, "Break-even against speculation off")
     verdict = "pays" if found.pays else "does not pay"
-    sure = found.margin.low > 1 or found.margin.high < 1 or found.cycle_source == "measured"
+    low, high = found.margin.low, found.margin.high
+    doubt = ""
+    if low < 1 < high:
+        doubt = (
+            f" by the medians, but that is open: {change(low)} to {change(high)} % tokens/s "
+            f"against it (90 %), P(pays) {100 * found.probability:.0f} %"
+        )
     screen.print(
-        f"Speculation {verdict} here{'' if sure else ' by the medians (undecided: '}"
-        f"{'' if sure else f'{found.margin.low:.2f}–{found.margin.high:.2f} × the need)'}: "
-        f"accept length {found.accept_length:.2f}, needed {found.accept_length_needed:.2f} "
-        f"(cycle {number(found.cycle_ms)} ms {found.cycle_source} / plain step "
-        f"{number(found.plain_step_ms)} ms {found.plain_source})."
+        f"Speculation {verdict} here{doubt}. Accept length {found.accept_length:.2f}, needed "
+        f"{found.accept_length_needed:.2f} (cycle {number(found.cycle_ms)} ms {found.cycle_source} "
+        f"/ plain step {number(found.plain_step_ms)} ms {found.plain_source})."
     )
+    if found.accept_length_needed > knobs.steps + 1:
+        screen.print(
+            f"{knobs.steps} draft steps give at most {knobs.steps + 1}: no acceptance is enough at "
+            f"this cycle."
+        )
     if found.verify_ms_allowed > 0:
         screen.print(
             f"At this accept length the verify may take {number(found.verify_ms_allowed)} ms; it "
@@ -198,10 +208,16 @@ def _nccl(explanation: "Explanation", screen: Console) -> None:
         screen.print(f"Nothing: {reason}.")
         return
     saved, share = bound.saved_ms, bound.saved_share
+    own = bound.best.id == knobs.id
+    which = (
+        "by the medians none beats the present ones, and which one would is uncertain"
+        if own
+        else f"by the medians the best are {settings_text(bound.best)}"
+    )
     screen.print(
         f"At most {number(saved.median)} ms of the cycle ({number(saved.low)}–"
         f"{number(saved.high)}), {100 * share.median:.1f} % ({100 * share.low:.1f}–"
-        f"{100 * share.high:.1f}), with {settings_text(bound.best)}."
+        f"{100 * share.high:.1f}): {which}."
     )
     screen.print(f"Why: {bound.why}.")
     for plan in bound.plans[1:]:
@@ -305,6 +321,8 @@ def number(value: float) -> str:
     if value == 0:
         return "0"
     size = abs(value)
+    if size < 0.0005:
+        return "<0.001" if value > 0 else ">-0.001"
     if size >= 100:
         return f"{value:.0f}"
     if size >= 10:

@@ -41,6 +41,9 @@ _BENCH = {
     "concurrency": re.compile(r"(?<!Max request )Concurrency: +([\d.]+)"),
     "accept_length": re.compile(r"(?:Accept length|Acceptance length): +([\d.]+)"),
 }
+_COUNTER = re.compile(
+    r"sglang:(forward_execution_seconds_total|spec_verify_calls_total)\{([^}]*)\} +([\d.e+-]+)$"
+)
 _MAX_BYTES = 16 << 20
 
 
@@ -88,12 +91,26 @@ class LogFacts:
     #: signature id -> (line, evidence)
     signatures: dict[str, tuple[str, str]] = field(default_factory=dict)
     bench: dict[str, float] = field(default_factory=dict)
+    #: (counter, labels) of SGLang's /metrics -> its first and last value
+    counters: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     has_nccl: bool = False
     num_lines: int = 0
 
     def steady(self) -> list[Decode]:
         """Reports of decoding without the first, which holds warm-up and an unfilled interval."""
         return self.decodes[1:] if len(self.decodes) > 1 else self.decodes
+
+    def counted(self, name: str, label: str = "") -> float | None:
+        """How far a counter ran: between two scrapes, else since the server started.
+
+        The most over the ranks that report it; ``label`` must be among its labels.
+        """
+        found = [
+            last - first if last > first else last
+            for (counter, labels), (first, last) in self.counters.items()
+            if counter == name and label in labels
+        ]
+        return max(found, default=None)
 
     @property
     def accept_length(self) -> float | None:
@@ -145,6 +162,8 @@ def _take(facts: LogFacts, line: str, where: str) -> None:
     _take_decoding(facts, line, where)
     if "W" in line and "%" in line and "NCCL" not in line:
         _take_power(facts, line, where)
+    if line.startswith("sglang:"):
+        _take_counter(facts, line)
     if ":  " in line:
         for name, pattern in _BENCH.items():
             match = pattern.search(line)
@@ -215,6 +234,14 @@ def _take_power(facts: LogFacts, line: str, where: str) -> None:
         facts.power.append(Power(utilisation, watts[0], limit, where))
 
 
+def _take_counter(facts: LogFacts, line: str) -> None:
+    """A sample of the Prometheus text that /metrics gives."""
+    match = _COUNTER.match(line)
+    if match is not None:
+        key, value = (match[1], match[2]), float(match[3])
+        facts.counters[key] = (facts.counters.get(key, (value, value))[0], value)
+
+
 def _arguments(line: str) -> dict[str, Any]:
     """Arguments in force; empty where the line is cut."""
     match = _VLLM_ARGS.search(line)
@@ -239,10 +266,3 @@ def _arguments(line: str) -> dict[str, Any]:
             except (ValueError, SyntaxError):
                 continue
     return found
-
-
-def _float(text: str | None) -> float | None:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None

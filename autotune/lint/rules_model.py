@@ -8,6 +8,8 @@ from typing import Any
 from autotune.lint.findings import Hit, error, info, rule, warning
 from autotune.lint.setup import Setup
 
+#: a measured step this far above the 95 % end of its interval is beyond the model
+_BEYOND = 1.1
 #: context of the question where nobody says one, tokens
 _CONTEXT = 2000
 
@@ -259,7 +261,7 @@ def slower_than_baseline(setup: Setup) -> Iterator[Hit]:
     tau = setup.accept_length
     if log is None or baseline is None or setup.speculation is None:
         return
-    speed, running = _measured(setup)
+    speed, running = measured_speed(setup)
     if speed is None or speed >= baseline:
         return
     if tau is None:
@@ -293,7 +295,7 @@ def slower_than_baseline(setup: Setup) -> Iterator[Hit]:
 @rule("log-step-above-model", "local-inference-lab/rtx6kpro#25 (12-16 ms fixed per forward)")
 def step_above_prediction(setup: Setup) -> Iterator[Hit]:
     """A measured step beyond the model's interval: something is there that physics does not ask."""
-    speed, running = _measured(setup)
+    speed, running = measured_speed(setup)
     found = forecast(setup)
     plain = setup.speculation is None
     tau = 1.0 if plain else setup.accept_length
@@ -301,7 +303,7 @@ def step_above_prediction(setup: Setup) -> Iterator[Hit]:
         return
     cycle = running * tau * 1e3 / speed
     expected = found.plain_ms if plain else found.cycle_ms
-    if running == (setup.concurrency or 1) and cycle > 1.3 * expected[2]:
+    if running == (setup.concurrency or 1) and cycle > _BEYOND * expected[2]:
         terms = found.plain_terms_ms if plain else found.terms_ms
         reduce = terms.get("decode.allreduce" if plain else "verify.allreduce", 0.0)
         yield warning(
@@ -325,7 +327,7 @@ def _explained(setup: Setup, cycle_ms: float) -> str:
     )
 
 
-def _measured(setup: Setup) -> tuple[float | None, int]:
+def measured_speed(setup: Setup) -> tuple[float | None, int]:
     """Median tokens/s of the steady decode lines with the most usual batch, and that batch."""
     log = setup.log
     if log is None:

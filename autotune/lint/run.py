@@ -22,7 +22,7 @@ _RULE_MODULES = (
     "rules_flags", "rules_values", "rules_launch", "rules_variables",
     "rules_nccl", "rules_host", "rules_effects", "rules_tree", "rules_draft",
     "rules_graphs", "rules_attention", "rules_overrides", "rules_log", "rules_model",
-    "rules_nccl_log",
+    "rules_rounds", "rules_nccl_log",
 )  # fmt: skip
 _ROOT = Path(__file__).parents[2]
 

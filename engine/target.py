@@ -280,7 +280,7 @@ class TargetModel:
     ) -> None:
         """End a plain cycle: best tokens, state, report, and the next cycle's embeddings."""
         ops, weights = self.ops, self.weights
-        if self.group.tp == 1 and not self.dense.uses_vendor_head(len(hidden_BH)):
+        if self.group.tp == 1 and not self.dense.uses_vendor(len(hidden_BH)):
             ops.finish(
                 hidden_BH,
                 weights.norm_H,

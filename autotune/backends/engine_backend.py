@@ -8,6 +8,7 @@ same prompts, which the backend generates once when the study has not measured i
 import contextlib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,23 +119,23 @@ class EngineBackend:
                 stage = "warmup"
                 prompts = self._prompts(workload)
                 self._warm_up(engine, knobs, workload, prompts)
-                self._baselines.prepare(
-                    knobs, workload, prompts, lambda *what: self._plain(engine, workload, *what)
-                )
+                plain = partial(self._plain, engine, workload)
+                self._baselines.prepare(knobs, workload, prompts, plain)
                 before = self._health.recent()
                 stage = "measure"
                 started = datetime.now(UTC)
                 result = self._generate(engine, knobs, workload, prompts)
                 ended = datetime.now(UTC)
+                after = self._health.now()
+                stage = "check"
+                outputs = tuple(request.token_ids for request in result.requests)
+                checked = self._baselines.check(knobs, workload, outputs, prompts, plain)
         except EngineError as error:
             failure = explained(_failure(error, stage), watch.last)
             return self._failed(knobs, workload, repeat, failure, started, before, watch.last)
         except BackendFailure as error:
             return self._failed(knobs, workload, repeat, error.failure, started, before, watch.last)
-        outputs = tuple(request.token_ids for request in result.requests)
-        checked = self._baselines.check(knobs, workload, outputs)
         values = measured(result, knobs)
-        after = self._health.now()
         return Measurement(
             trial=UNPLACED,
             knobs_id=knobs.id,
@@ -267,11 +268,17 @@ class EngineBackend:
         self._warm.add(key)
 
     def _plain(
-        self, engine: Engine, workload: Workload, prompts: Prompts, batch_size: int, margins: bool
+        self,
+        engine: Engine,
+        workload: Workload,
+        prompts: Prompts,
+        batch_size: int,
+        margins: bool,
+        max_tokens: int | None = None,
     ) -> Reference:
         """Plain decoding of ``prompts``, ``batch_size`` at a time."""
         result = engine.generate(
-            self._requests(workload, prompts),
+            self._requests(workload, prompts, max_tokens),
             SpeculationConfig(),
             concurrency=batch_size,
             margins=margins,
@@ -279,6 +286,7 @@ class EngineBackend:
         return Reference(
             tuple(request.token_ids for request in result.requests),
             tuple(request.margins for request in result.requests) if margins else None,
+            tuple(request.runners_up for request in result.requests) if margins else None,
         )
 
     def _generate(

@@ -1,23 +1,37 @@
 """Baseline output by workload: what every configuration's output is compared with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from autotune.backends.output_check import (
     Checked,
+    Forced,
+    Place,
     Reference,
     SelfNoise,
     Tokens,
     check_output,
+    probe_places,
     self_noise,
+    with_forced,
 )
 from model.spec import Knobs, Workload
 
 Prompts = Sequence[tuple[int, ...]]
-#: plain decoding of (prompts, batch size, with margins)
-Plain = Callable[[Prompts, int, bool], Reference]
 
 #: prompts on which the baseline's own noise is estimated
 NOISE_PROMPTS = 4
+
+
+class Plain(Protocol):
+    """Plain decoding of prompts, ``batch_size`` at a time, with top-2 margins where asked for.
+
+    ``max_tokens``: tokens of each instead of the workload's output length.
+    """
+
+    def __call__(
+        self, prompts: Prompts, batch_size: int, margins: bool, max_tokens: int | None = None
+    ) -> Reference: ...
 
 
 class Baselines:
@@ -27,6 +41,8 @@ class Baselines:
         self._exact = exact
         self._references: dict[Workload, Reference] = {}
         self._noise: dict[Workload, SelfNoise | None] = {}
+        #: greedy repeats of the same knobs give the same text, and forcing it takes time
+        self._checked: dict[tuple[Workload, Reference | None, Tokens], Checked] = {}
 
     def prepare(self, knobs: Knobs, workload: Workload, prompts: Prompts, plain: Plain) -> None:
         """Make the reference of ``workload`` unless there is one or a repeat will serve as it.
@@ -43,21 +59,56 @@ class Baselines:
         reference = plain(prompts, workload.concurrency, True)
         few = prompts[:NOISE_PROMPTS]
         again = plain(few, workload.concurrency, True)
-        self._noise[workload] = self_noise(reference, (again, _other_batch(few, workload, plain)))
+        noise = self_noise(reference, (again, _other_batch(few, workload, plain)))
+        if noise is not None:
+            places = probe_places(reference, NOISE_PROMPTS)
+            noise = with_forced(noise, reference, places, _forced(prompts, places, plain))
+        self._noise[workload] = noise
         self._references[workload] = reference
 
-    def check(self, knobs: Knobs, workload: Workload, outputs: Tokens) -> Checked:
-        """Compare the output of a measured repeat with the reference of its workload."""
+    def check(
+        self,
+        knobs: Knobs,
+        workload: Workload,
+        outputs: Tokens,
+        prompts: Prompts = (),
+        plain: Plain | None = None,
+    ) -> Checked:
+        """Compare the output of a measured repeat with the reference of its workload.
+
+        ``plain`` runs what has to be looked at again; without it margins alone decide.
+        """
+        tokens = tuple(tuple(output) for output in outputs)
         if knobs.method == "off" and workload.temperature == 0:
-            tokens = tuple(tuple(output) for output in outputs)
             self._references.setdefault(workload, Reference(tokens, None))
-        return check_output(
-            outputs,
-            self._references.get(workload),
-            exact=self._exact,
-            temperature=workload.temperature,
-            noise=self._noise.get(workload),
+        reference = self._references.get(workload)
+        key = (workload, reference, tokens)
+        if key not in self._checked:
+            self._checked[key] = check_output(
+                tokens,
+                reference,
+                exact=self._exact,
+                temperature=workload.temperature,
+                noise=self._noise.get(workload),
+                force=None if plain is None else lambda places: _forced(prompts, places, plain),
+            )
+        return self._checked[key]
+
+
+def _forced(prompts: Prompts, places: Sequence[Place], plain: Plain) -> list[Forced]:
+    """One token of plain decoding after each place's text, which is run as a prompt."""
+    if not places:
+        return []
+    found = plain([(*prompts[index], *text) for index, text in places], 1, True, 1)
+    assert found.margins is not None
+    return [
+        Forced(
+            found.tokens[number][0],
+            None if found.seconds is None else found.seconds[number][0],
+            found.margins[number][0],
         )
+        for number in range(len(places))
+    ]
 
 
 def _other_batch(few: Prompts, workload: Workload, plain: Plain) -> Reference:

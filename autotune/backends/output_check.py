@@ -3,10 +3,13 @@
 fp32 is compared token by token. In 16 bit, another batch shape rounds differently, so at the first
 divergence of a prompt the baseline's margin (log-probability of its best token minus that of the
 second) decides: below epsilon it was a near-tie. Epsilon and the rate of near-ties come from the
-baseline against itself, repeated and with another batch size.
+baseline against itself: repeated, with another batch size, and *forced*: its own text run as a
+prompt, many tokens at once, through the kernels that a verify uses too. In a MoE, rounding may
+choose another expert, which moves a margin by far more than a step of rounding; so a divergence is
+forced as well, and where plain decoding takes the same token that way, it was rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from scipy.stats import chi2, poisson
@@ -18,11 +21,26 @@ EPSILON_SAFETY = 1.5
 #: least epsilon, nats: bfloat16 logits of 8 to 16 lie 2^-4 apart, so a smaller margin is below one
 #: step of rounding, also where the baseline's own runs happen to round alike
 EPSILON_FLOOR = 2.0**-4
+#: places of one check at which plain decoding is forced, and those of a prompt past its divergence
+MOST_FORCED, LATER_PLACES = 24, 2
 #: chance that a faithful configuration exceeds its bound of near-ties
 FALSE_ALARM = 1e-3
 
 Tokens = Sequence[Sequence[int]]
-Margins = Sequence[Sequence[float]]
+#: prompt index, and the text after the prompt before the token in question
+Place = tuple[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """Plain decoding's next token after a text that is run as a prompt, the second, the margin."""
+
+    token: int
+    second: int | None
+    margin: float
+
+
+Force = Callable[[Sequence[Place]], Sequence[Forced]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +49,14 @@ class Reference:
 
     tokens: tuple[tuple[int, ...], ...]
     margins: tuple[tuple[float, ...], ...] | None
+    #: the second best token at each place; None where it is not told
+    seconds: tuple[tuple[int, ...], ...] | None = None
 
     def prefix(self, num_prompts: int) -> "Reference":
         """The first ``num_prompts`` prompts."""
         margins = None if self.margins is None else self.margins[:num_prompts]
-        return Reference(self.tokens[:num_prompts], margins)
+        seconds = None if self.seconds is None else self.seconds[:num_prompts]
+        return Reference(self.tokens[:num_prompts], margins, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +119,38 @@ def self_noise(reference: Reference, again: Sequence[Reference]) -> SelfNoise | 
     return SelfNoise(epsilon, divergences, max(tokens, 1))
 
 
+def probe_places(reference: Reference, num_prompts: int) -> list[Place]:
+    """Places to force for noise: ``MOST_FORCED`` in all, spread evenly over the first prompts."""
+    chosen = reference.tokens[:num_prompts]
+    found: list[Place] = []
+    for index, tokens in enumerate(chosen):
+        # the first token is a prompt's own in any case
+        later = len(tokens) - 1
+        each = min(max(MOST_FORCED // len(chosen), 1), later)
+        found += [(index, tokens[: 1 + later * number // each]) for number in range(each)]
+    return found
+
+
+def with_forced(
+    noise: SelfNoise, reference: Reference, places: Sequence[Place], forced: Sequence[Forced]
+) -> SelfNoise:
+    """``noise`` widened by what the baseline shows where its own text is forced."""
+    assert reference.margins is not None
+    largest, flips = 0.0, 0
+    for (index, text), found in zip(places, forced, strict=True):
+        mine = reference.margins[index][len(text)]
+        if found.token == reference.tokens[index][len(text)]:
+            largest = max(largest, abs(found.margin - mine))
+        else:
+            flips += 1
+            largest = max(largest, found.margin + mine)
+    return SelfNoise(
+        max(noise.epsilon, EPSILON_SAFETY * largest),
+        noise.num_divergences + flips,
+        noise.num_tokens + len(places),
+    )
+
+
 def check_output(
     output: Tokens,
     reference: Reference | None,
@@ -105,11 +158,13 @@ def check_output(
     exact: bool,
     temperature: float,
     noise: SelfNoise | None = None,
+    force: Force | None = None,
 ) -> Checked:
     """Compare ``output`` with the baseline's on the same prompts.
 
     ``exact`` (fp32): any difference is incorrect. Otherwise a divergence needs a margin of at most
-    epsilon, and no more prompts may diverge than the baseline's own rate allows.
+    epsilon, or the same token from ``force``; no more prompts may diverge without the latter than
+    the baseline's own rate allows. What follows a divergence is forced at a few places.
     """
     if temperature > 0:
         return Checked(
@@ -139,6 +194,19 @@ def check_output(
         i: reference.margins[i][s] if s < len(reference.margins[i]) else float("inf")
         for i, s in splits.items()
     }
+    confirmed = 0
+    if force is not None:
+        judged = _forced(output, splits, margins, noise.epsilon, force)
+        if isinstance(judged, Checked):
+            return judged
+        confirmed = len(margins) - len(judged)
+        if not judged:
+            return Checked(
+                "near_tie",
+                f"{len(splits)} of {len(output)} prompts diverge, each where plain decoding takes "
+                f"the same token when the text before it is run as a prompt",
+            )
+        margins = judged
     worst = max(margins, key=lambda i: margins[i])
     if margins[worst] > noise.epsilon:
         return Checked(
@@ -147,14 +215,56 @@ def check_output(
             f"{margins[worst]:.3g} nats, above epsilon {noise.epsilon:.3g}",
         )
     allowed = int(poisson.ppf(1.0 - FALSE_ALARM, noise.rate_bound * max(compared, 1)))
-    if len(splits) > max(allowed, 1):
+    if len(margins) > max(allowed, 1):
         return Checked(
             "incorrect",
-            f"{len(splits)} of {len(output)} prompts diverge over {compared} tokens; the baseline "
+            f"{len(margins)} of {len(output)} prompts diverge over {compared} tokens; the baseline "
             f"against itself ({noise.num_divergences} over {noise.num_tokens}) allows {allowed}",
         )
+    also = f", {confirmed} of them as plain decoding of the same text as a prompt does"
     return Checked(
         "near_tie",
-        f"{len(splits)} of {len(output)} prompts diverge, margins up to {margins[worst]:.3g} nats "
-        f"(epsilon {noise.epsilon:.3g})",
+        f"{len(splits)} of {len(output)} prompts diverge{also if confirmed else ''}, margins up to "
+        f"{margins[worst]:.3g} nats (epsilon {noise.epsilon:.3g})",
     )
+
+
+def _forced(
+    output: Tokens,
+    splits: dict[int, int],
+    margins: dict[int, float],
+    epsilon: float,
+    force: Force,
+) -> dict[int, float] | Checked:
+    """Margins of the divergences that plain decoding does not confirm; a verdict if one is wrong.
+
+    A forced margin between the same two tokens replaces a larger one: rounding differs by path.
+    """
+    first = [i for i in splits if splits[i] < len(output[i]) and margins[i] != float("inf")]
+    places: list[Place] = [(i, tuple(output[i][: splits[i]])) for i in first[:MOST_FORCED]]
+    later = [(i, tuple(output[i][:at])) for i in first for at in _later(splits[i], len(output[i]))]
+    num_first = len(places)
+    places += later[: MOST_FORCED - num_first]
+    left = dict(margins)
+    for number, ((i, text), found) in enumerate(zip(places, force(places), strict=True)):
+        emitted, at = output[i][len(text)], len(text)
+        close = found.token == emitted or (found.second == emitted and found.margin <= epsilon)
+        if number >= num_first:
+            if not close:
+                return Checked(
+                    "incorrect",
+                    f"prompt {i}, token {at}, after its divergence at {splits[i]}: plain decoding "
+                    f"takes another token, by {found.margin:.3g} nats (epsilon {epsilon:.3g})",
+                )
+        elif found.token == emitted:
+            del left[i]
+        elif found.second == emitted:
+            left[i] = min(left[i], found.margin)
+    return left
+
+
+def _later(split: int, length: int) -> list[int]:
+    """Places past a divergence, evenly spread, the last token among them."""
+    rest = length - split - 1
+    count = min(LATER_PLACES, rest)
+    return [split + rest * number // count for number in range(1, count + 1)]

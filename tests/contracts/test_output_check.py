@@ -1,16 +1,22 @@
 """When is an output the baseline's, a near-tie, wrong, or not known."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from autotune.backends.engine_baselines import Baselines
+from autotune.backends.engine_baselines import Baselines, Prompts
 from autotune.backends.output_check import (
+    MOST_FORCED,
+    Forced,
+    Place,
     Reference,
     SelfNoise,
     check_output,
     first_divergence,
+    probe_places,
     self_noise,
+    with_forced,
 )
 from model.spec import Knobs, Workload
 
@@ -119,6 +125,78 @@ def test_the_bound_of_ties_holds_for_a_faithful_configuration() -> None:
     assert alarms <= 6
 
 
+LONG = Reference(((1, 2, 3, 4, 5, 6, 7, 8),), ((2.0, 0.6, 3.0, 1.0, 2.0, 2.0, 2.0, 2.0),))
+
+
+def answers(**by_length: Forced) -> dict[int, Forced]:
+    return {int(name.removeprefix("at")): found for name, found in by_length.items()}
+
+
+@pytest.mark.parametrize(
+    ("forced", "verdict", "reason"),
+    [
+        pytest.param(answers(at1=Forced(9, 2, 0.3)), "near_tie", "takes the same token",
+                     id="plain-decoding-takes-it-too"),
+        pytest.param(answers(at1=Forced(2, 9, 0.04)), "near_tie", "margins up to 0.04",
+                     id="forced-margin-is-small"),
+        pytest.param(answers(at1=Forced(2, 9, 0.5)), "incorrect", "margin is 0.5 nats",
+                     id="forced-margin-is-large"),
+        pytest.param(answers(at1=Forced(2, 7, 0.01)), "incorrect", "margin is 0.6 nats",
+                     id="neither-best-nor-second"),
+        pytest.param(answers(at1=Forced(9, 2, 0.3), at7=Forced(4, 8, 0.2)), "incorrect",
+                     "prompt 0, token 7, after its divergence at 1", id="wrong-later"),
+        pytest.param(answers(at1=Forced(9, 2, 0.3), at7=Forced(4, 8, 0.02)), "near_tie",
+                     "takes the same token", id="a-tie-later"),
+    ],
+)  # fmt: skip
+def test_a_divergence_is_judged_by_plain_decoding_of_the_text_before_it(
+    forced: dict[int, Forced], verdict: str, reason: str
+) -> None:
+    output = (1, 9, 9, 9, 9, 9, 9, 8)
+
+    def force(places: Sequence[Place]) -> list[Forced]:
+        for index, text in places:
+            assert text == output[: len(text)]
+            assert index == 0
+        # elsewhere plain decoding takes what was emitted
+        return [forced.get(len(text), Forced(output[len(text)], 0, 2.0)) for _, text in places]
+
+    checked = check_output([output], LONG, exact=False, temperature=0.0, noise=NOISE, force=force)
+    assert (checked.verdict, reason in checked.reason) == (verdict, True), checked
+
+
+def test_places_of_one_check_are_bounded_and_divergences_come_first() -> None:
+    prompts = 40
+    base = Reference(
+        tuple((1, 2, 3, 4) for _ in range(prompts)),
+        tuple((1.0, 0.01, 1.0, 1.0) for _ in range(prompts)),
+    )
+    asked: list[Place] = []
+
+    def force(places: Sequence[Place]) -> list[Forced]:
+        asked.extend(places)
+        return [Forced(9, 2, 0.1) for _ in places]
+
+    output = [(1, 9, 9, 9)] * prompts
+    check_output(output, base, exact=False, temperature=0.0, noise=NOISE, force=force)
+    assert asked == [(index, (1,)) for index in range(MOST_FORCED)]
+
+
+def test_noise_is_widened_by_the_baselines_own_text_run_as_a_prompt() -> None:
+    places = probe_places(BASE, 4)
+    assert places == [(i, BASE.tokens[i][:n]) for i in range(2) for n in (1, 2, 3)]
+    same = [Forced(BASE.tokens[i][len(t)], 0, BASE.margins[i][len(t)]) for i, t in places]  # type: ignore[index]
+    quiet = with_forced(NOISE, BASE, places, same)
+    assert (quiet.epsilon, quiet.num_divergences, quiet.num_tokens) == (0.05, 1, 106)
+    # another expert was chosen at one place, another token at a second
+    moved = [*same]
+    moved[1] = Forced(same[1].token, 0, same[1].margin + 0.4)
+    moved[4] = Forced(99, same[4].token, 0.2)
+    loud = with_forced(NOISE, BASE, places, moved)
+    assert loud.epsilon == pytest.approx(1.5 * max(0.4, 0.2 + same[4].margin))
+    assert loud.num_divergences == 2
+
+
 def workload(concurrency: int = 2) -> Workload:
     return Workload(
         prompts="p",
@@ -137,9 +215,15 @@ def workload(concurrency: int = 2) -> Workload:
 def test_in_16_bit_the_baseline_is_run_again_and_with_another_batch_size() -> None:
     asked: list[tuple[int, int, bool]] = []
 
-    def plain(prompts: object, batch: int, margins: bool) -> Reference:
-        asked.append((len(prompts), batch, margins))  # type: ignore[arg-type]
-        tokens = tuple((int(p[0]), 1) for p in prompts)  # type: ignore[attr-defined]
+    def plain(
+        prompts: Prompts, batch: int, margins: bool, max_tokens: int | None = None
+    ) -> Reference:
+        if max_tokens == 1:
+            # forced: the second token after (prompt, first token), as decoding takes it
+            assert all(len(p) == 2 for p in prompts)
+            return Reference(tuple((1,) for _ in prompts), tuple((0.5,) for _ in prompts))
+        asked.append((len(prompts), batch, margins))
+        tokens = tuple((int(p[0]), 1) for p in prompts)
         return Reference(tokens, tuple((1.0 + 0.01 * batch, 0.5) for _ in tokens))
 
     baselines = Baselines(exact=False)

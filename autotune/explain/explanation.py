@@ -113,7 +113,7 @@ def explain(subject: Subject) -> Explanation:
         nccl=bound,
         helping=helping,
         not_helping=not_helping,
-        headroom=headroom(rows),
+        headroom=headroom(rows, on_gpu=predictor.machine.gpu is not None),
         inert=inert,
         importances=()
         if context is None or space is None

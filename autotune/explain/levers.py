@@ -265,7 +265,9 @@ def _in_space(before: Knobs, after: Knobs, space: Mapping[str, Sequence[Scalar |
     return True
 
 
-def headroom(rows: Sequence[TermRow], count: int = 4) -> tuple[Headroom, ...]:
+def headroom(
+    rows: Sequence[TermRow], *, on_gpu: bool = True, count: int = 4
+) -> tuple[Headroom, ...]:
     """Terms by what they could give at most: down to the prediction, or to the speed of light."""
     cycle = next((row for row in rows if row.name == "cycle"), None)
     if cycle is None:
@@ -279,15 +281,16 @@ def headroom(rows: Sequence[TermRow], count: int = 4) -> tuple[Headroom, ...]:
         if row.disagreement is not None and row.predicted is not None:
             bound = row.predicted.median
             if bound < now:
-                found.append(_headroom(row.name, now, bound, "its prediction", total, row))
+                found.append(_headroom(row.name, now, bound, "its prediction", total, row, on_gpu))
         elif row.speed_of_light is not None and row.speed_of_light < now:
-            found.append(_headroom(row.name, now, row.speed_of_light, "speed of light", total, row))
+            light = row.speed_of_light
+            found.append(_headroom(row.name, now, light, "speed of light", total, row, on_gpu))
     found.sort(key=lambda item: -item.ratio)
     return tuple(item for item in found if item.ratio > 1.02)[:count]
 
 
 def _headroom(
-    term: str, now: float, bound: float, kind: str, total: float, row: TermRow
+    term: str, now: float, bound: float, kind: str, total: float, row: TermRow, on_gpu: bool
 ) -> Headroom:
     rest = max(total - (now - bound), 1e-9)
     return Headroom(
@@ -296,11 +299,11 @@ def _headroom(
         bound_ms=bound,
         bound=kind,
         ratio=total / rest,
-        hint=_hint(row),
+        hint=_hint(row, on_gpu),
     )
 
 
-def _hint(row: TermRow) -> str:
+def _hint(row: TermRow, on_gpu: bool) -> str:
     """What a measured term far from its bound points to (reports in the servers reference, D)."""
     far = row.of_light is not None and row.of_light < 0.10 and row.measured is not None
     _, _, part = row.name.partition(".")
@@ -311,6 +314,12 @@ def _hint(row: TermRow) -> str:
         )
     if not far:
         return ""
+    if not on_gpu:
+        return (
+            "waiting for the other ranks and local sockets, not bandwidth"
+            if part == "allreduce"
+            else "under 10 % of peak: calls of many small operators, not arithmetic"
+        )
     return {
         "attention": (
             "under 10 % of peak: a kernel or launch problem (attention backend, split-KV, "

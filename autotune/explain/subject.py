@@ -196,7 +196,8 @@ def _calibration(
     if found is None or found.names != default.names:
         # its constants mean nothing to this model
         return default, (
-            "the stored calibration is of another version of the model: predictions use priors",
+            "the stored calibration is of another version of the model, so predictions use priors; "
+            "`autotune study resume` calibrates again from the stored measurements",
         )
     return found, tuple(_strained(found))
 

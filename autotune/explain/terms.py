@@ -33,25 +33,18 @@ def term_rows(
     names = CYCLE_TERMS if speculative else DECODE_TERMS
     series = _series(repeats)
     cycle = _summary(series.get("cycle", []))
-    total = cycle.median if cycle is not None else prediction.cycle_ms.median
-    measured_total = sum(
-        summary.median for n in names if (summary := _summary(series.get(n, []))) is not None
-    )
-    if cycle is None and measured_total > 0:
-        total = measured_total
-    rows = []
     extra = [n for n in series if n not in names and n not in _WHOLE and series[n]]
-    for name in (*names, *sorted(extra)):
-        rows.append(
-            _row(
-                name,
-                "ms",
-                _summary(series.get(name, [])),
-                prediction.terms_ms.get(name),
-                total,
-                prediction.speed_of_light_ms.get(name),
-            )
-        )
+    parts = [
+        (name, _summary(series.get(name, [])), prediction.terms_ms.get(name))
+        for name in (*names, *sorted(extra))
+    ]
+    rest = _summary(_rest(repeats))
+    if rest is not None and cycle is not None and rest.median > _REST_SHARE * cycle.median:
+        parts.append((REST, rest, None))
+    # medians of terms do not add up to the median of their sum: shares are of what is shown
+    total = sum(value for _, seen, told in parts if (value := _shown(seen, told)) is not None)
+    light_ms = prediction.speed_of_light_ms
+    rows = [_row(name, "ms", seen, told, total, light_ms.get(name)) for name, seen, told in parts]
     light = sum(prediction.speed_of_light_ms.values())
     rows.append(_row("cycle", "ms", cycle, prediction.cycle_ms, total, light))
     if speculative:
@@ -62,6 +55,10 @@ def term_rows(
     return tuple(rows)
 
 
+#: row of what a measured cycle took beyond all of its terms
+REST = "in no term"
+#: below this share of the cycle it is not worth a row
+_REST_SHARE = 0.01
 #: series that are no term of the cycle
 _WHOLE = ("cycle", "accept length", "speed")
 
@@ -81,6 +78,21 @@ def _series(repeats: Sequence[Repeat]) -> Mapping[str, list[float]]:
     return found
 
 
+def _rest(repeats: Sequence[Repeat]) -> list[float]:
+    """What each repeat's cycle took beyond its terms, ms; empty where it tells no terms."""
+    return [
+        max(repeat.cycle_ms - sum(repeat.terms_ms.values()), 0.0)
+        for repeat in repeats
+        if repeat.cycle_ms is not None and repeat.terms_ms
+    ]
+
+
+def _shown(measured: Summary | None, predicted: Interval | None) -> float | None:
+    if measured is not None:
+        return measured.median
+    return None if predicted is None else predicted.median
+
+
 def _summary(values: Sequence[float]) -> Summary | None:
     return summarise(values) if values else None
 
@@ -93,9 +105,7 @@ def _row(
     total: float | None,
     light: float | None,
 ) -> TermRow:
-    value = measured.median if measured is not None else None
-    if value is None and predicted is not None:
-        value = predicted.median
+    value = _shown(measured, predicted)
     # a term that nothing bounds from below has no speed of light
     light = light if light is not None and light > 0 else None
     return TermRow(

@@ -29,6 +29,7 @@ from bench.engine_rows import (
 )
 from bench.engine_tiny import stage_diagnose, stage_fp32, stage_tiny
 from bench.engine_tp import stage_tp2, stage_tp2_one_gpu, stage_tp2spec
+from bench.engine_variants import stage_variants48
 from bench.engine_warm import stage_warm, stage_warm_near_tie, stage_warm_tiny
 from engine.api import Engine
 from engine.errors import EngineError
@@ -133,6 +134,7 @@ STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     "q48eager": (stage_q48eager, 60),
     "profile": (stage_profile, 90),
     "timing": (stage_timing, 60),
+    "variants48": (stage_variants48, 80),
     "near_tie": (stage_near_tie, 90),
     "peer8": (stage_peer8, 80),
     "unpack": (stage_unpack, 60),

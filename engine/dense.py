@@ -1,7 +1,7 @@
 """Which library multiplies a dense weight: the fused kernels or the vendor's.
 
 The fused kernels read a weight at memory speed for few rows (H200, 8 layers of Qwen3-30B-A3B, wall
-above the floor of the experts touched: 64 rows 0.41 ms against 0.46 with the vendor's); for more the
+above the floor of the experts touched: 64 rows 0.41 ms, with the vendor's 0.46); for more the
 vendor's matrix kernels win although the norm then is a kernel of its own. ``AUTOTUNE_LINEAR``
 (fused, vendor, auto) decides for a worker; auto takes the vendor's above ``FUSED_MAX_ROWS`` rows.
 """

@@ -106,6 +106,10 @@ class Resident:
             found[segment.name] = how
         return found
 
+    def forget(self) -> None:
+        """Drop every segment of a cycle: the next run builds them anew."""
+        self._shapes.clear()
+
     def prepared(self, num_rows: int) -> bool:
         """Whether the segments for a batch of ``num_rows`` exist."""
         return (self.speculation, bucket(num_rows)) in self._shapes

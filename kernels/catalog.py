@@ -213,7 +213,7 @@ def layer_cases(dims: Dims, num_sequences: int, num_tokens: int, context: int) -
         ),
         Case(
             name="norm_moe_add",
-            tuned=("moe_gate_up", "moe_down", "moe_fused"),
+            tuned=("moe_gate_up", "moe_down"),
             make=moe,
             run=lambda ops, i: ops.norm_moe_add(
                 i["x"], i["norm"], eps, i["gate_up"], i["down"], i["weight"], i["expert"], i["x"]

@@ -28,7 +28,6 @@ from kernels import (
     linear,
     linear_route,
     moe_down,
-    moe_fused,
     moe_gate_up,
     router,
     tuning,
@@ -75,8 +74,6 @@ def candidates_for(op: str, dims: Dims, num_sequences: int, num_tokens: int) -> 
         return router.candidates(rows, dims.experts)
     if op == "moe_gate_up":
         return moe_gate_up.candidates(rows, rows * dims.top_k, dims.hidden)
-    if op == "moe_fused":
-        return moe_fused.candidates(rows, dims.inter, dims.hidden)
     if op == "moe_down":
         return moe_down.candidates(rows, rows * dims.top_k, dims.inter)
     if op in ("qkv_attention", "tree_attention"):

@@ -6,7 +6,7 @@ T tokens, H hidden, E experts, K experts per token, I this shard's intermediate 
 import torch
 from torch.nn.functional import linear, silu
 
-from kernels import moe_down, moe_fused, moe_gate_up
+from kernels import moe_down, moe_gate_up
 from kernels.launch import require
 from kernels.moe_rows import make_slots
 from kernels.norm import Normed, rms_norm_ref
@@ -175,13 +175,6 @@ def _run(
         )
         (x_TH, squares_NT), norm_weight_H = normed, None
     out = x_TH.new_empty(num_tokens, hidden) if out_TH is None else out_TH
-    fused = config_for(moe_fused.OP, device, shape, moe_fused.default_config)
-    if fused["enabled"] and num_tokens <= moe_fused.MAX_TOKENS:
-        moe_fused.run_fused(
-            x_TH, norm_weight_H, squares_NT, eps, gate_up_EJH, down_EHI, weight_TK, expert_TK,
-            residual_TH, out, fused,
-        )  # fmt: skip
-        return out, None
     active = None
     if second["scheme"] == moe_down.STATIONARY:
         require(

@@ -170,7 +170,6 @@ def norm_route(
         "H": hidden, "E": num_experts, "K": top_k, "HAS_BIAS": bias_E is not None,
         "SIGMOID": score == "sigmoid", "RENORMALIZE": renormalize, "BLOCK_E": block_e,
         "BLOCK_K": pow2(top_k), "PREFETCH": mode, "PDL": pdl, "launch_pdl": pdl,
-        "BLOCK_R": config["num_warps"],
         "num_warps": config["num_warps"],
     }  # fmt: skip
     if config.get("rows"):

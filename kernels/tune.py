@@ -63,10 +63,8 @@ class Work:
 def _force(
     stack: ExitStack, op: str, config: tuning.Config, best: dict[str, tuning.Config]
 ) -> None:
-    """Force ``config`` for ``op``, and one choice for the MoE's other kernels."""
+    """Force ``config`` for ``op``, and one choice for the MoE's other half."""
     stack.enter_context(tuning.forced(op, config))
-    if op in ("moe_gate_up", "moe_down"):
-        stack.enter_context(tuning.forced("moe_fused", {"enabled": 0}))
     if op == "moe_down" and "moe_gate_up" in best:
         stack.enter_context(tuning.forced("moe_gate_up", best["moe_gate_up"]))
 

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from autotune.errors import UserError
 from autotune.history import History
 from autotune.records import Measurement
 from autotune.schemas import ModelRef, Study
-from autotune.search import Forecast
 from autotune.store.store import Store
 from autotune.store.views import TrialView
 from model.acceptance import AcceptanceModel
@@ -25,6 +25,9 @@ from model.observations import AcceptanceCounts, ExpertsObservation, TermObserva
 from model.predictor import Predictor
 from model.shapes import DraftShape, ModelShape
 from model.spec import Knobs, Prediction, Workload
+
+if TYPE_CHECKING:
+    from autotune.search import Forecast
 
 #: a 90 % interval is this many standard deviations wide
 _SIGMAS_OF_90 = 2 * 1.6449
@@ -65,7 +68,7 @@ class StudyModel:
             for level, workload in self.workloads.items()
         }
 
-    def forecast(self, knobs: Sequence[Knobs]) -> Forecast:
+    def forecast(self, knobs: Sequence[Knobs]) -> "Forecast":
         """Speed of many knobs at every level; see ``autotune.search``."""
         log_speed, log_sd = {}, {}
         feasible = np.ones(len(knobs), dtype=bool)
@@ -80,6 +83,9 @@ class StudyModel:
             memory_gib = np.maximum(memory_gib, many.memory_gib + self._memory_excess_gib)
         if limit_gib is not None:
             feasible &= memory_gib <= limit_gib
+        # explain and diff have no search
+        from autotune.search import Forecast
+
         return Forecast(
             log_speed=log_speed,
             log_sd=log_sd,
@@ -94,6 +100,12 @@ class StudyModel:
         The fit starts from the prior each time and takes all trials, so it does not depend on
         their order, and workers that share a study arrive at the same constants.
         """
+        self.refit(store, study_id)
+        self._keep(store, study_id)
+        return self.calibration
+
+    def refit(self, store: Store, study_id: int) -> Calibration:
+        """As ``learn``, but nothing is stored."""
         history = History.read(store, study_id)
         finished = [trial for trial in history.trials if trial.state == "complete"]
         wanted = {trial.id for trial in finished}
@@ -101,7 +113,6 @@ class StudyModel:
             records = store.measurements(sorted(wanted))
             self._refit(finished, records)
             self._learnt = wanted
-        self._keep(store, study_id)
         return self.calibration
 
     def _keep(self, store: Store, study_id: int) -> None:

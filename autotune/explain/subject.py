@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import func, select
 
 from autotune.errors import UserError
-from autotune.modelling import draft_shape, target_shape
+from autotune.modelling import StudyModel, draft_shape, target_shape
 from autotune.records import Acceptance
 from autotune.schemas import Study
 from autotune.store import codec
@@ -115,7 +115,7 @@ def open_study(store: Store, name: str | None) -> StudyContext:
     target = target_shape(study)
     prior = AcceptanceModel.prior()
     trials = tuple(store.trials(view.id))
-    calibration, calibration_notes = _calibration(store, view.id, machine)
+    calibration, calibration_notes = _calibration(store, view, study, machine)
     predictor = Predictor(
         target,
         draft_shape(study, target),
@@ -175,9 +175,10 @@ def stored_predictions(store: Store, trial: TrialView) -> dict[int, Prediction]:
 
 
 def _calibration(
-    store: Store, study_id: int, machine: Machine
+    store: Store, view: StudyView, study: Study, machine: Machine
 ) -> tuple[Calibration, tuple[str, ...]]:
     """The newest calibration of a study (else the priors), and what to know of it."""
+    study_id = view.id
     query = (
         select(CalibrationRow.record)
         .where(CalibrationRow.study_id == study_id)
@@ -194,10 +195,12 @@ def _calibration(
     except ValueError:
         found = None
     if found is None or found.names != default.names:
-        # its constants mean nothing to this model
-        return default, (
-            "the stored calibration is of another version of the model, so predictions use priors; "
-            "`autotune study resume` calibrates again from the stored measurements",
+        # its constants mean nothing to this model, but the measurements do
+        again = StudyModel(study, machine, view.workloads).refit(store, study_id)
+        return again, (
+            "the stored calibration is of another version of the model: made again from the stored "
+            "measurements",
+            *_strained(again),
         )
     return found, tuple(_strained(found))
 

@@ -1,6 +1,6 @@
 """Whole captured forwards with and without prefetching, compared in one interleaved run.
 
-    python bench/kernel_variants.py --out DIR [--tokens 1x1 1x4 16x1 1x64] [--variants A B ...]
+    python bench/kernel_variants.py --out DIR [--tokens 1x1 1x4 16x1 64x1] [--variants A B ...]
 
 Shapes of Qwen3-30B-A3B, bf16, context 1024, 8 layers and the head (their weights are many times any
 L2). A variant is what ops bring into L2, which kernels may start early, which ops are one kernel,
@@ -28,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kernels import linear_route, moe_fused, tune, tuning
+from kernels import moe_down, tune, tuning
 from kernels.catalog import QWEN3_30B_A3B, layer_cases
 from kernels.forward import Forward, build_forward
 from kernels.launch import programmatic_launch
@@ -50,63 +50,58 @@ class Variant:
     fused: bool = False
     hand_on: bool = False
     force: dict[str, tuning.Config] = field(default_factory=dict)
-    sizes: tuple[str, ...] = ("1x1", "1x4", "16x1", "1x64")
-
-
-def _tile(
-    block_t: int, block_o: int, block_k: int, split_k: int, stages: int, num_warps: int, swap: int
-) -> tuning.Config:
-    return {
-        "vector": 0, "block_t": block_t, "block_o": block_o, "block_k": block_k,
-        "split_k": split_k, "stages": stages, "swap": swap, "norm_first": 1,
-        "num_warps": num_warps,
-    }  # fmt: skip
+    sizes: tuple[str, ...] = ("1x1", "1x4", "16x1", "64x1")
 
 
 def _text(config: tuning.Config) -> str:
-    kept = ("block_i", "block_o", "block_k", "unroll", "split_k", "stages", "num_warps")
-    return "/".join(str(config[name]) for name in kept if name in config)
+    return "/".join(str(value) for value in config.values())
 
 
-ONE, FEW = ("1x1",), ("1x4", "16x1")
+def _down(block_o: int, block_i: int, stages: int, num_warps: int) -> tuning.Config:
+    return {"scheme": moe_down.GROUPED, "block_t": 16, "block_o": block_o, "block_i": block_i,
+            "stages": stages, "swap": 1, "num_warps": num_warps}  # fmt: skip
+
+
+def _gate_up(block_i: int, block_h: int, stages: int, num_warps: int) -> tuning.Config:
+    return {"vector": 0, "block_t": 16, "block_i": block_i, "block_h": block_h, "stages": stages,
+            "swap": 1, "norm_first": 1, "num_warps": num_warps}  # fmt: skip
+
+
+def _split(split: int, block_h: int, stages: int, num_warps: int) -> tuning.Config:
+    return {"rows": 0, "split": split, "block_h": block_h, "stages": stages,
+            "num_warps": num_warps}  # fmt: skip
+
+
+ONE, FOUR, SIXTEEN, MANY = "1x1", "1x4", "16x1", "64x1"
+EARLY = frozenset({"linear_add", "norm_route", "linear_route", "other"})
 VARIANTS = {
     "plain": Variant(),
-    "route": Variant(fused=True),
-    "route+norm": Variant(fused=True, hand_on=True),
-    "route+pdl": Variant(fused=True, pdl=frozenset({"linear_route", "other"})),
-    "route+norm+pdl": Variant(
-        fused=True, hand_on=True, pdl=frozenset({"linear_route", "other", "norm_linear"})
-    ),
-    "pdl": Variant(pdl=frozenset({"linear_add", "norm_route", "other"})),
+    "early": Variant(pdl=EARLY, sizes=(ONE, FOUR, SIXTEEN)),
+    "joined": Variant(fused=True, sizes=(FOUR, SIXTEEN)),
+    "joined early": Variant(fused=True, pdl=EARLY, sizes=(FOUR, SIXTEEN)),
+    "joined norm": Variant(fused=True, hand_on=True, sizes=(SIXTEEN, MANY)),
+    "prefetch out": Variant(ahead={"qkv_attention": "out"}, sizes=(FOUR,)),
 }
-for _config in moe_fused.candidates(4, 768, 2048)[1:]:
-    VARIANTS[f"moe {_text(_config)}"] = Variant(force={"moe_fused": _config}, sizes=("1x1", "1x4"))
-VARIANTS["moe+route"] = Variant(
-    fused=True, force={"moe_fused": moe_fused.candidates(4, 768, 2048)[1]}, sizes=("1x1", "1x4")
-)
-for _config in linear_route.candidates(1, 2048, 4096)[1:7]:
-    VARIANTS[f"route {_text(_config)}"] = Variant(
-        fused=True, force={"linear_route": _config}, sizes=ONE
+for _each, _num_warps in ((1, 1), (1, 2), (2, 2), (2, 4)):
+    VARIANTS[f"rows {_each}/{_num_warps}"] = Variant(
+        force={"norm_route": {"rows": _each, "num_warps": _num_warps}}, sizes=(ONE, FOUR)
     )
-for _tiles in ((64, 64, 4, 6, 4, 1), (64, 128, 8, 4, 4, 1), (128, 128, 8, 3, 4, 1),
-               (64, 128, 4, 4, 8, 1), (128, 128, 8, 3, 8, 1), (32, 128, 4, 5, 4, 0)):  # fmt: skip
-    _config = _tile(16, *_tiles)
-    VARIANTS[f"route {_text(_config)}"] = Variant(
-        fused=True, force={"linear_route": _config}, sizes=FEW
+for _config in (_split(32, 64, 2, 4), _split(16, 128, 2, 4), _split(16, 64, 2, 4)):
+    VARIANTS[f"split {_text(_config)}"] = Variant(
+        force={"norm_route": _config}, pdl=EARLY, sizes=(SIXTEEN,)
     )
-for _tiles in ((128, 64, 1, 3, 4, 1), (128, 64, 1, 4, 8, 1), (64, 128, 1, 3, 4, 1),
-               (128, 128, 1, 2, 4, 1)):  # fmt: skip
-    _config = _tile(64, *_tiles)
-    VARIANTS[f"head {_text(_config)}"] = Variant(force={"lm_head": _config}, sizes=("1x64",))
-for _tiles in ((64, 64, 4, 5, 4, 1), (64, 128, 2, 4, 4, 1), (128, 128, 4, 3, 8, 1)):
-    _config = _tile(64, *_tiles)
-    VARIANTS[f"norm+qkv {_text(_config)}"] = Variant(
-        fused=True, hand_on=True, force={"norm_linear": _config}, sizes=("1x64",)
+    VARIANTS[f"split {_text(_config)} late"] = Variant(
+        force={"norm_route": _config}, sizes=(SIXTEEN, MANY)
     )
-    VARIANTS[f"out {_text(_config)}"] = Variant(force={"linear_add": _config}, sizes=("1x64",))
+for _config in (_down(64, 64, 5, 4), _down(64, 64, 8, 4), _down(128, 64, 3, 4)):
+    VARIANTS[f"down {_text(_config)}"] = Variant(force={"moe_down": _config}, sizes=(MANY,))
+for _config in (_gate_up(64, 64, 3, 4), _gate_up(64, 64, 4, 4), _gate_up(64, 128, 2, 4)):
+    VARIANTS[f"gate_up {_text(_config)}"] = Variant(
+        force={"moe_gate_up": _config}, sizes=(SIXTEEN, MANY)
+    )
 
 #: variants whose kernels are listed one by one
-PROFILED = ("plain", "route+norm", "moe 4/4/4/4", "moe+route")
+PROFILED = ("plain", "early", "joined")
 
 
 def _note(out: Path, row: dict[str, object]) -> None:
@@ -304,7 +299,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tokens", nargs="+", default=["1x4", "1x1", "16x1", "1x64"])
+    parser.add_argument("--tokens", nargs="+", default=["1x4", "1x1", "16x1", "64x1"])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=8)
@@ -334,7 +329,7 @@ def main(argv: list[str] | None = None) -> int:
         able = {r["variant"] for r in _rows(out) if (r["size"], r["state"]) == (size, "compiled")}
         _run_size(size, [name for name in _of_size(names, size) if name in able], args, out)
     timed = {(r["size"], r["variant"]): r for r in _rows(out) if r["state"] == "timed"}
-    print(f"{'variant':<26}" + "".join(f"{size:>20}" for size in args.tokens))
+    print(f"{'variant':<32}" + "".join(f"{size:>20}" for size in args.tokens))
     for name in names:
         cells = ""
         for size in args.tokens:
@@ -343,7 +338,7 @@ def main(argv: list[str] | None = None) -> int:
             if row and base:
                 text = f"{row['us']:.0f} ({row['us'] - base['us']:+.0f})"  # type: ignore[operator]
             cells += f"{text:>20}"
-        print(f"{name:<26}{cells}")
+        print(f"{name:<32}{cells}")
     for row in _rows(out):
         if row["state"] == "failed":
             print(f"failed: {row['size']} {row['variant']}: {row['failure']}")

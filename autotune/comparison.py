@@ -73,7 +73,11 @@ class Comparison:
         self._last = LogInterval(0.0, -math.inf, math.inf, 0)
 
     def add(self, first: float, second: float) -> bool:
-        """Take one pair; whether the comparison is over (decided, or all pairs are used)."""
+        """Take one pair; whether the comparison is over (decided, or all pairs are used).
+
+        Raises ``ValueError`` for what is no speed or time: zero, negative, infinite or NaN.
+        """
+        _check_positive((first, second))
         self.first.append(first)
         self.second.append(second)
         n = len(self.first)
@@ -127,8 +131,15 @@ class Comparison:
 
 
 def decide(first: Sequence[float], second: Sequence[float], margin: float) -> Decision:
-    """One look at a planned number of pairs."""
+    """One look at a planned number of pairs. Raises ``ValueError`` as ``Comparison.add`` does."""
+    _check_positive((*first, *second))
     whole = Comparison(max(len(first), MIN_PAIRS_FOR_SIGNIFICANCE), margin)
     whole.first, whole.second = list(first), list(second)
     whole.finish()
     return whole.decision()
+
+
+def _check_positive(values: Sequence[float]) -> None:
+    for value in values:
+        if not 0 < value < math.inf:
+            raise ValueError(f"{value} is no measured speed or time: ratios need positive numbers")

@@ -11,7 +11,7 @@ import pytest
 from autotune.comparison import Comparison, decide, pair_order
 from autotune.patterns import drifts, is_bimodal, warms_up
 from autotune.signflip import ALPHA, SequentialTest, fixed_interval, pairs_for
-from autotune.statistics import bootstrap_ratio
+from autotune.statistics import bootstrap_ratio, median_ratio
 
 ROOT = Path(__file__).parents[2]
 
@@ -201,3 +201,36 @@ def test_the_number_of_warm_up_repeats_is_told() -> None:
     values = 100 + rng.standard_normal(24)
     values[:4] -= 20
     assert 4 <= warms_up(values) <= 6
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_what_is_no_speed_is_refused_before_it_can_decide_anything(value: float) -> None:
+    whole = Comparison(8, 0.01)
+    with pytest.raises(ValueError, match="is no measured speed"):
+        whole.add(value, 1.0)
+    assert not whole.first
+    with pytest.raises(ValueError, match="is no measured speed"):
+        decide([1.0] * 7, [1.0] * 6 + [value], 0.01)
+
+
+def test_constant_arms_are_the_same_or_apart_by_exactly_their_ratio() -> None:
+    same = decide([5.0] * 8, [5.0] * 8, 0.01)
+    assert (same.verdict, same.ratio.low, same.ratio.high) == ("same", 1.0, 1.0)
+    apart = decide([5.0] * 8, [6.0] * 8, 0.01)
+    assert apart.verdict == "slower"
+    assert apart.ratio.low == pytest.approx(5 / 6)
+    assert apart.ratio.high == pytest.approx(5 / 6)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 12])
+@pytest.mark.parametrize("noise", ["normal", "heavy tails"])
+def test_the_unpaired_ratio_of_medians_covers_its_truth(n: int, noise: str) -> None:
+    """Two server starts, a few repeats each: the interval that `autotune diff` gives."""
+    rng = np.random.default_rng(n)
+    rounds, hits = 300, 0
+    for seed in range(rounds):
+        draws = rng.standard_normal((2, n)) if noise == "normal" else rng.standard_t(3, (2, n))
+        arms = np.exp(0.03 * draws) * np.array([[104.0], [100.0]])
+        ratio = median_ratio(arms[0].tolist(), arms[1].tolist(), seed)
+        hits += ratio.low <= 1.04 <= ratio.high
+    assert hits / rounds >= 0.94

@@ -18,6 +18,8 @@ _SWITCHES = frozenset(
         "--quiet", "--no-healthcheck", "--oom-kill-disable", "--help", "--replace",
     }
 )  # fmt: skip
+#: keys of a container, or of a chart's values, that hold options
+_ARGUMENTS = ("args", "extraArgs", "extra_args")
 #: an image of a server, its tag "v0.5.9-cu129" or "0.16.0"
 _TAG = re.compile(r":v?(\d+\.\d+(?:\.\d+)?(?:\.post\d+)?)")
 
@@ -147,7 +149,7 @@ def _mappings(value: Any, whole: bool, host_ipc: bool) -> Iterator[tuple[dict[st
 def _is_container(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    words = any(isinstance(value.get(key), (list, str)) for key in ("args", "command"))
+    words = any(isinstance(value.get(key), (list, str)) for key in ("command", *_ARGUMENTS))
     return words or (
         isinstance(value.get("image"), str) and bool({"env", "environment"} & {*value})
     )
@@ -160,7 +162,7 @@ def _loose(value: Mapping[str, Any]) -> bool:
 def _yaml_container(value: Mapping[str, Any], whole: bool) -> Container:
     words: list[str] = []
     # compose: entrypoint then command; Kubernetes: command then args
-    for key in ("entrypoint", "command", "args"):
+    for key in ("entrypoint", "command", *_ARGUMENTS):
         words += _yaml_words(value.get(key))
     env = {**_yaml_env(value.get("environment")), **_yaml_env(value.get("env"))}
     passed = [item for item in _listed(value.get("environment")) if "=" not in str(item)]
@@ -200,10 +202,10 @@ def _listed(value: Any) -> list[Any]:
 def _yaml_words(value: Any) -> list[str]:
     if isinstance(value, str):
         return plain_words(value, "--args")
-    return [_yaml_text(item) for item in _listed(value)]
+    return [yaml_text(item) for item in _listed(value)]
 
 
-def _yaml_text(value: Any) -> str:
+def yaml_text(value: Any) -> str:
     """A scalar as the container gets it: YAML's true is the word true."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -211,12 +213,12 @@ def _yaml_text(value: Any) -> str:
 def _yaml_env(value: Any) -> dict[str, str]:
     """Compose's mapping or list, Kubernetes' list of name and value; quotes stay as they are."""
     if isinstance(value, dict):
-        return {str(name): _yaml_text(text) for name, text in value.items() if text is not None}
+        return {str(name): yaml_text(text) for name, text in value.items() if text is not None}
     found: dict[str, str] = {}
     for item in _listed(value):
         if isinstance(item, dict) and "name" in item:
             if "value" in item:
-                found[str(item["name"])] = _yaml_text(item["value"])
+                found[str(item["name"])] = yaml_text(item["value"])
         elif isinstance(item, str) and "=" in item:
             name, _, text = item.partition("=")
             found[name.strip()] = text
@@ -229,7 +231,7 @@ _YAML_LINE = re.compile(r"^\s*(- )?[\"']?[A-Za-z_]\w*[\"']?:(\s|$)")
 def yaml_environment(text: str) -> dict[str, str] | None:
     """An ``env:`` or ``environment:`` block by itself; None for a text that is none."""
     lines = [line for line in text.splitlines() if line.strip() and line.strip()[0] != "#"]
-    if not any(_YAML_LINE.match(line) for line in lines):
+    if not text.lstrip().startswith("{") and not any(_YAML_LINE.match(line) for line in lines):
         return None
     import yaml
 

@@ -14,6 +14,7 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.lint.containers import Container, container_of, containers_in_yaml, image_version
 from autotune.lint.programs import is_client, program_index, starts_server
+from autotune.lint.python_calls import read_python
 from autotune.lint.shell import ASSIGNMENT, Shell, Statement, plain_words, statements
 
 _SHELLS = frozenset({"bash", "sh", "zsh", "dash"})
@@ -26,7 +27,8 @@ _FRONT = frozenset(
     }
 )  # fmt: skip
 _YAML_KEY = re.compile(
-    r"""^\s*(-\s+)?["']?(args|command|image|containers|services|environment|env|apiVersion)"""
+    r"""^\s*(-\s+)?["']?(args|extraArgs|extra_args|command|image|containers|services|"""
+    r"""environment|env|apiVersion)"""
     r"""["']?\s*:(\s|$)""",
     re.MULTILINE,
 )
@@ -53,6 +55,8 @@ class Pasted:
     #: program in front of the options that is no entry point known here
     program: str | None = None
     num_servers: int = 1
+    #: variables that a Python text sets after the first communicator was made
+    late: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_pasted(engine: str, text: str, outer: Mapping[str, str]) -> Pasted:
@@ -68,6 +72,9 @@ def read_pasted(engine: str, text: str, outer: Mapping[str, str]) -> Pasted:
         words = _json_words(stripped)
         if words is not None:
             return _of_words(engine, words, {}, {})
+    python = read_python(text)
+    if python is not None:
+        return Pasted(words=python.words, env=python.env, late=python.late)
     if _UNIT.search(text):
         return _unit(engine, text)
     if "\n" in stripped and _YAML_KEY.search(text):
@@ -90,7 +97,7 @@ def _json_words(text: str) -> list[str] | None:
 def _script(engine: str, text: str, outer: Mapping[str, str]) -> Pasted:
     """Shell text: the first statement that starts a server, else the one with options."""
     shell = Shell(exported=dict(outer))
-    found = list(_flattened(statements(text, shell, "--args"), shell))
+    found = list(_flattened(engine, statements(text, shell, "--args"), shell))
     if not found:
         return Pasted(env=_new(shell.exported, outer), files=tuple(shell.sourced))
     servers = [s for s in found if starts_server(engine, s.words)]
@@ -105,10 +112,10 @@ def _script(engine: str, text: str, outer: Mapping[str, str]) -> Pasted:
     return replace(pasted, files=(*shell.sourced, *pasted.files), num_servers=max(len(servers), 1))
 
 
-def _flattened(found: Any, shell: Shell) -> Any:
+def _flattened(engine: str, found: Any, shell: Shell) -> Any:
     """Statements, with those inside ``bash -c "…"`` in place of the call."""
     for statement in found:
-        inner = _inner_script(statement.words)
+        inner = _inner_script(statement.words) or _quoted_command(engine, statement.words)
         if inner is None:
             yield statement
             continue
@@ -126,6 +133,17 @@ def _inner_script(words: Sequence[str]) -> tuple[str, int] | None:
         if PurePath(word).name in _SHELLS and re.fullmatch(r"-[a-z]*c", words[index + 1]):
             script = words[index + 2 : index + 3]
             return (script[0], len(words) - index) if script else None
+    return None
+
+
+def _quoted_command(engine: str, words: Sequence[str]) -> tuple[str, int] | None:
+    """A server's line quoted as one word of tmux, ssh, screen, watch, ...; as ``_inner_script``."""
+    for index, word in enumerate(words):
+        if not re.search(r"\s", word) or "{" in word:
+            continue
+        own = (plain_words(part, "--args") for part in re.split(r"&&|;|\n", word))
+        if any(starts_server(engine, part) for part in own):
+            return word, len(words) - index
     return None
 
 

@@ -12,6 +12,7 @@ _PROGRAMS = {
 }
 #: subcommands that start no server
 _CLIENTS = frozenset({"bench", "chat", "complete", "collect-env", "run-batch"})
+_SUBCOMMANDS = _CLIENTS | {"serve"}
 
 
 def starts_server(engine: str, words: Sequence[str]) -> bool:
@@ -41,8 +42,12 @@ def program_index(engine: str, words: Sequence[str]) -> int | None:
         return container.image_index if inside is None else container.image_index + 1 + inside
     pattern = _PROGRAMS[engine]
     for index, word in enumerate(words):
-        if pattern.match(word) and not (index and words[index - 1].startswith("-")):
-            return index
-        if pattern.match(word) and index and words[index - 1] == "-m":
+        if not pattern.match(word):
+            continue
+        before = words[index - 1] if index else ""
+        # the value of another option (--name vllm), unless a subcommand says otherwise
+        value = before.startswith("-") and "=" not in before and before != "-m"
+        following = words[index + 1] if index + 1 < len(words) else ""
+        if not value or following in _SUBCOMMANDS:
             return index
     return None

@@ -119,7 +119,34 @@ def unknown_spec_key(setup: Setup) -> Iterator[Hit]:
 def invalid_json(setup: Setup) -> Iterator[Hit]:
     """A configuration object that is no JSON."""
     for name, problem in setup.command.bad_json.items():
-        yield error(name, f"its value is no JSON object: {problem}", "quote it: '{\"key\": value}'")
+        option = setup.command.option(name)
+        typed = option is not None and any(mark in option.text for mark in "“”‘’«»")
+        quotes = (
+            "; it holds typographic quotes, as word processors and chats make them" if typed else ""
+        )
+        yield error(
+            name,
+            f"its value is no JSON object: {problem}{quotes}",
+            "quote it with plain marks: '{\"key\": value}'",
+        )
+
+
+@rule("flag-dash", "argparse: an option begins with a hyphen-minus (U+002D)", "sglang", "vllm")
+def typographic_dash(setup: Setup) -> Iterator[Hit]:
+    """ "–tp" or "—tp": to the server a word, no option."""
+    words = [
+        word
+        for option in setup.command.options
+        for word in option.values
+        if word[:1] in ("–", "—", "−", "‐", "‑")
+    ]
+    for word in words + [word for word in setup.command.positionals if word[:1] in ("–", "—", "−")]:
+        yield error(
+            word,
+            "it begins with a typographic dash (a chat or word processor made it of two hyphens): "
+            "the server takes it for a plain word",
+            f"write --{word.lstrip('–—−‐‑-')}",
+        )
 
 
 @rule("flag-repeated", "argparse: the last occurrence counts")

@@ -26,9 +26,30 @@ def set_but_not_exported(setup: Setup) -> Iterator[Hit]:
         )
 
 
+@rule("env-set-too-late", "NVIDIA/nccl#1741, #225: NCCL keeps what it read first")
+def set_after_the_first_communicator(setup: Setup) -> Iterator[Hit]:
+    """A variable set in a running process after NCCL read it; the lists are read again."""
+    for name, value in setup.pasted.late.items():
+        if name.startswith("NCCL_") and name not in ("NCCL_ALGO", "NCCL_PROTO"):
+            yield error(
+                f"{name}={value}",
+                "set after the first communicator or engine was made: NCCL reads it once per "
+                "process and keeps the value (only NCCL_ALGO and NCCL_PROTO are read again by each "
+                "communicator), and workers that run already never see it",
+                "set it before the process starts, or above the first import that uses NCCL",
+            )
+
+
 @rule("env-file-unread", "only the text that was given is read", "sglang", "vllm")
 def file_not_given(setup: Setup) -> Iterator[Hit]:
-    """Variables from a file that lint was not given."""
+    """Variables or options from a file that lint was not given."""
+    config = setup.command.text("--config")
+    if config and setup.engine == "vllm":
+        yield info(
+            f"--config {config}",
+            "options come from there as well, and they were not given: they are not judged",
+            "write them out as options of --args",
+        )
     if setup.pasted.files:
         yield info(
             ", ".join(setup.pasted.files),

@@ -75,6 +75,11 @@ def make_setup(request: Request) -> Setup:
 
         return engine_setup(request, words, log)
     command, inline = parse_command(request.engine, words, version)
+    if request.args.strip() and not (command.options or command.positionals or pasted.late):
+        raise UserError(
+            f"--args: no {request.engine} server is started in this text; give its command line, "
+            "its options, or the YAML, unit or Python that holds them"
+        )
     if log is not None and not command.options and log.arguments:
         printed, _ = parse_command(request.engine, _as_words(log.arguments), version)
         command = replace(printed, printed=True, odd=())

@@ -14,6 +14,8 @@ ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _NAME = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
 _REDIRECTION = re.compile(r"(&|\d*)(>>|>\||>&|<<<|<<-?|<&|[<>])")
 _COPIED = re.compile(r"\d+|-")
+#: characters that mean themselves, many at once: an environment has tens of thousands
+_PLAIN = re.compile(r"[\w./:=,@%+-]+")
 _ENDS = ("&&", "||", ";", "|", "&", "\n")
 _KEYWORDS = frozenset({"then", "do", "else", "if", "while", "until", "!", "{", "(", "time", "exec"})
 
@@ -121,6 +123,12 @@ def _split(text: str, shell: Shell, what: str, listing: bool) -> Iterator[list[s
 
     while position < len(text):
         char = text[position]
+        plain = _PLAIN.match(text, position)
+        # a number before the first letter may belong to a redirection
+        if plain is not None and (word is not None or not char.isdigit()):
+            word = (word or "") + plain[0]
+            position = plain.end()
+            continue
         if char in "'\"":
             value, position = _quoted(text, position, shell, what)
             word = (word or "") + value

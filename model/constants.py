@@ -95,7 +95,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "attention_us": (0.5, 2000.0),
     "host_slow_ratio": (1.0, 4.0),
     "numa_bind_factor": (0.5, 1.2),
-    "routing_exponent": (0.2, 1.0),
+    "routing_exponent": (0.01, 1.0),
     "discrepancy": (0.005, 0.5),
 }
 _JUDGED = "judged; wide"

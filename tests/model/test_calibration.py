@@ -207,3 +207,35 @@ def test_counted_experts_tell_how_routing_is_skewed_and_only_that() -> None:
             tokens_per_request=4, requests=1, experts=256, experts_per_token=8, distinct=300,
             rel_sd=0.03,
         )  # fmt: skip
+
+
+def test_counted_experts_keep_a_fast_moe_from_being_read_as_fast_memory() -> None:
+    """A head that drafts one token over and over: its verify reads 9 experts, not 26."""
+    p = predictor("8x-rtx-pro-6000-switches")
+    target = p.target
+    chain = Knobs.of({**CHAIN, "speculation.steps": 3, **GRAPHS})
+    plain = Knobs.of({"parallel.tp": 8, **GRAPHS})
+    alike = replace(p, calibration=p.calibration.with_values(routing_exponent=0.06))
+    seen = [
+        TermObservation(
+            knobs=knobs, workload=workload(1), term=name, value_ms=value.median, rel_sd=0.02
+        )
+        for knobs in (plain, chain)
+        for name, value in alike.predict(knobs, workload(1)).terms_ms.items()
+    ]
+    counted = ExpertsObservation(
+        tokens_per_request=4, requests=1, experts=target.experts,
+        experts_per_token=target.experts_per_token, distinct=9.0, rel_sd=0.03,
+    )  # fmt: skip
+    without = calibrate(p.calibration, seen, p.step)
+    fitted = calibrate(p.calibration, [*seen, counted], p.step)
+    expected = expected_experts(
+        4.0, 1, target.experts, target.experts_per_token,
+        fitted["routing_exponent"], fitted["routing_zipf"],
+    )  # fmt: skip
+    assert float(expected) == pytest.approx(9.0, rel=0.15)
+    truth = p.calibration["moe_dram_fraction"]
+    assert abs(np.log(fitted["moe_dram_fraction"] / truth)) < 0.1
+    assert abs(np.log(fitted["moe_dram_fraction"] / truth)) <= 0.01 + abs(
+        np.log(without["moe_dram_fraction"] / truth)
+    )

@@ -9,8 +9,15 @@ decoding's own (``autotune.backends.output_check``). Each difference is reported
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
-from autotune.backends.output_check import Reference, check_output, self_noise
+from autotune.backends.output_check import (
+    Forced,
+    Place,
+    Reference,
+    check_output,
+    self_noise,
+)
 from bench.engine_rows import GRAPHS, OFF
 from bench.engine_tiny import tiny_config, tiny_requests
 from bench.near_tie import Difference, Judged, first_differences, judge, margin_noise
@@ -49,7 +56,12 @@ def stage_near_tie(emit: Emit) -> None:
             run = rounded.generate(asks, spec, concurrency=AT_ONCE)
             outputs = [r.token_ids for r in run.requests]
             checked = check_output(
-                outputs, _reference(plain), exact=False, temperature=0.0, noise=noise
+                outputs,
+                _reference(plain),
+                exact=False,
+                temperature=0.0,
+                noise=noise,
+                force=partial(_force, rounded, asks),
             )
             wrong += checked.verdict not in ("exact", "near_tie")
             found = first_differences(plain, run.requests)
@@ -73,6 +85,16 @@ def stage_near_tie(emit: Emit) -> None:
             )  # fmt: skip
     if wrong:
         raise EngineError("crash", "bench", f"{wrong} outputs differ by more than rounding")
+
+
+def _force(engine: Engine, asks: Sequence[Request], places: Sequence[Place]) -> list[Forced]:
+    """Plain decoding's next token after each text, which is run as a prompt."""
+    forced = [
+        replace(asks[i], prompt_ids=(*asks[i].prompt_ids, *text), max_new_tokens=1)
+        for i, text in places
+    ]
+    found = engine.generate(forced, OFF, concurrency=AT_ONCE, margins=True).requests
+    return [Forced(r.token_ids[0], r.runners_up[0], r.margins[0]) for r in found]
 
 
 def _reference(results: Sequence[RequestResult]) -> Reference:

@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 #: seconds that are too few for another repeat, failures after which a configuration is left out
 _LEAST_S, _MOST_FAILURES = 3.0, 2
 #: processes that compile kernels side by side
-_WARM_PARTS = 12
+_WARM_PARTS = 14
 Cell = tuple[Knobs, int]
 
 

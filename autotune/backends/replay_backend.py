@@ -75,7 +75,7 @@ class ReplayBackend:
             self._source = f"study {args.study}"
             self._recording = recording_of_study(args.database, args.study)
         self._seed = context.study.seed
-        self._limit_gib = context.study.constraints.max_memory_gib
+        self._constraints = context.study.constraints
         self._by_load: dict[tuple[str, int], list[Recorded]] = defaultdict(list)
         for recorded in self._recording.repeats:
             key = (recorded.knobs.id, recorded.workload.concurrency)
@@ -111,10 +111,16 @@ class ReplayBackend:
             notes = (*notes, "recorded on other prompts than this study's")
         placed = {"trial": UNPLACED, "order": UNPLACED, "repeat": repeat}
         found_then = chosen.measurement
-        # this study's constraint, not that of the study which was recorded
-        failure = found_then.failure or over_memory(found_then.memory_gib, self._limit_gib)
+        failure = found_then.failure or self._refused(found_then)
         changes = placed | {"notes": found_then.notes + notes, "failure": failure}
         return found_then.model_copy(update=changes)
+
+    def _refused(self, found: Measurement) -> Failure | None:
+        """Why this study's constraints, not the recorded one's, let a repeat not count."""
+        if found.output_check == "incorrect" and self._constraints.lossless:
+            reason = next((n for n in found.notes if n.startswith("output: ")), "output: incorrect")
+            return Failure(kind="incorrect", stage="check", message=reason.removeprefix("output: "))
+        return over_memory(found.memory_gib, self._constraints.max_memory_gib)
 
     def provenance(self) -> Provenance:
         """The recording's own provenance; without one, this host's with the reason."""

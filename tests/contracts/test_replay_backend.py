@@ -12,6 +12,7 @@ from autotune.backends.base import Backend
 from autotune.backends.recording import Recorded, Recording, read_recording, write_recording
 from autotune.backends.registry import create_backend
 from autotune.errors import UserError
+from autotune.schemas import Study
 from autotune.store.store import Store
 from model.spec import Knobs, Workload
 
@@ -125,6 +126,35 @@ def test_other_prompts_are_served_with_a_note(tmp_path: Path) -> None:
     )
     assert measured.failure is None
     assert "recorded on other prompts than this study's" in measured.notes
+
+
+@pytest.mark.parametrize(
+    ("changes", "constraints", "kind"),
+    [
+        pytest.param({"output_check": "incorrect"}, {}, "incorrect", id="wrong-output"),
+        pytest.param({"output_check": "incorrect"}, {"lossless": False}, None, id="allowed-to-be"),
+        pytest.param({"memory_gib": 9.0}, {"max_memory_gib": 8}, "oom", id="too-heavy"),
+        pytest.param({"memory_gib": 9.0}, {"max_memory_gib": 10}, None, id="light-enough"),
+        pytest.param({}, {"max_memory_gib": 8}, None, id="memory-unknown"),
+    ],
+)
+def test_a_recorded_repeat_is_judged_by_the_constraints_of_the_study_that_replays_it(
+    tmp_path: Path, changes: dict[str, object], constraints: dict[str, object], kind: str | None
+) -> None:
+    recording, workload = recorded(tmp_path, count=1)
+    repeats = tuple(
+        replace(r, measurement=r.measurement.model_copy(update={"failure": None, **changes}))
+        for r in recording.repeats
+    )
+    path = tmp_path / "recorded.jsonl"
+    write_recording(path, Recording(repeats, recording.provenance))
+    study = study_of("replay", {"path": path.name}, None)
+    study = Study.model_validate(study.model_dump(mode="json") | {"constraints": constraints})
+    backend = create_backend("replay", context_of(study, tmp_path))
+    backend.open(backend.group(CHAIN))
+    served = backend.measure(CHAIN, workload, 0)
+    assert (served.failure and served.failure.kind) == kind
+    assert served.tokens_per_s is not None
 
 
 def _line(tmp_path: Path, **changes: object) -> str:

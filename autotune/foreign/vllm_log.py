@@ -1,12 +1,14 @@
 """vLLM's server log: resolved configuration, graphs, all-reduce, throughput, acceptance.
 
-Formats: servers reference B.2-B.4 and the recordings of 0.26.0 and 0.32.0. The throughput of a log
-line covers an interval of wall time (10 s by default) with its prefills and idle time.
+Formats: servers reference B.2-B.4, the recordings of 0.26.0 and 0.32.0, public logs of the V0
+engine. The throughput of a log line covers an interval of wall time (10 s by default) with its
+prefills and idle time.
 """
 
 import ast
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from autotune.foreign.literals import balanced, keyword_values
@@ -25,15 +27,20 @@ MARKS = (
 NAMES = ("vLLM", "vllm")
 
 _VERSION = re.compile(
-    r"(?:V\d LLM engine \(v|vLLM (?:API server )?version |█  version )([0-9][^\s)]*)"
+    r"(?:\bLLM engine \(v|vLLM (?:API server )?version |█  version )([0-9][^\s)]*)"
 )
 _RATE = re.compile(
     r"Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: ([\d.]+) tokens/s, "
-    r"Running: (\d+) reqs, Waiting: (\d+)"
+    r"Running: (\d+) reqs, (?:Waiting|Swapped): (\d+)"
 )
 _SPEC = re.compile(
     r"Mean acceptance length: ([\d.]+).*?Accepted: (\d+) tokens, Drafted: (\d+) tokens"
     r"(?:, Per-position acceptance rate: ([\d., ]+?), Avg)?"
+)
+#: of the V0 engine, since the start: drafts a step, drafts, tokens emitted
+_SPEC_V0 = re.compile(
+    r"Speculative metrics: .*Number of speculative tokens: (\d+), .*Number of draft tokens: (\d+), "
+    r"Number of emitted tokens: (\d+)"
 )
 _MODE = re.compile(r"cudagraph_mode['\"]?\s*[=:]\s*(?:<?CUDAGraphMode\.)?([A-Za-z_]+)")
 _ALLREDUCE = re.compile(r"Using (\[[^\]]*\]) all-reduce backends .*? for group 'tp:")
@@ -95,6 +102,8 @@ class _Reader:
             self._rate(match)
         elif match := _SPEC.search(line):
             self._spec(match)
+        elif match := _SPEC_V0.search(line):
+            self._spec_v0(match)
         else:
             self._other(line)
 
@@ -119,6 +128,13 @@ class _Reader:
             self.samples.append(
                 Sample(running=last.running, tokens_per_s=last.tokens_per_s, accept_length=length)
             )
+
+    def _spec_v0(self, match: re.Match[str]) -> None:
+        steps, drafted, emitted = (float(match[i]) for i in (1, 2, 3))
+        if steps > 0 and drafted > 0 and self.samples:
+            verifies = drafted / steps
+            last = self.samples.pop()
+            self.samples.append(replace(last, accept_length=emitted / verifies))
 
     def _mode(self, line: str) -> None:
         if match := _MODE.search(line):

@@ -166,3 +166,27 @@ def test_what_is_no_run_is_refused_in_one_line(text: str, says: str, tmp_path: P
     assert says in message
     assert str(path) in message
     assert "\n" not in message
+
+
+V0 = """INFO 02-15 22:09:40 api_server.py:585] vLLM API server version 0.6.3
+INFO 02-15 22:09:41 llm_engine.py:237] Initializing an LLM engine (v0.6.3) with config: \
+model='m/70b', speculative_config=SpeculativeConfig(draft_model='m/1b', num_spec_tokens=5), \
+tensor_parallel_size=8, enforce_eager=False
+INFO 02-15 22:10:03 metrics.py:455] Avg prompt throughput: 0.0 tokens/s, Avg generation \
+throughput: 37.8 tokens/s, Running: 1 reqs, Swapped: 0 reqs, Pending: 0 reqs, GPU KV cache usage: \
+0.1%, CPU KV cache usage: 0.0%.
+INFO 02-15 22:10:03 metrics.py:482] Speculative metrics: Draft acceptance rate: 0.797, System \
+efficiency: 0.640, Number of speculative tokens: 5, Number of accepted tokens: 1977, Number of \
+draft tokens: 2480, Number of emitted tokens: 1904.
+"""
+
+
+def test_logs_of_the_v0_engine_of_vllm_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "v0.log"
+    path.write_text(V0)
+    run = read_foreign(path)
+    (sample,) = run.samples
+    assert (run.version, sample.running, sample.tokens_per_s) == ("0.6.3", 1, 37.8)
+    # 2480 drafts, 5 a step: 496 verifies emitted 1904 tokens
+    assert sample.accept_length == pytest.approx(1904 / 496)
+    assert run.args["tensor_parallel_size"] == 8

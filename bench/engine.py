@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # this folder goes: here "engine" would be this file, not the package
 sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p).resolve() != ROOT / "bench")]
 
-from bench.engine_stages import STAGES, run_stage  # noqa: E402 - the path comes first
+from bench.engine_peers import stop_vllm  # noqa: E402 - the path comes first
+from bench.engine_stages import STAGES, run_stage  # noqa: E402 - as above
 from bench.engine_table import lines_of, table  # noqa: E402 - as above
 
 _TAIL = 3000
@@ -74,6 +75,21 @@ def run_limited(name: str, out: Path, limit_s: float) -> str:
     return how
 
 
+def run_stages(names: list[str], out: Path, deadline_s: float) -> int:
+    """Run the stages in order until the deadline; returns how many failed."""
+    failed = 0
+    for name in names:
+        left_s = deadline_s - time.monotonic()
+        if left_s < 15:
+            print(f"--- {name}: left out, the budget is spent", flush=True)
+            continue
+        began_s = time.monotonic()
+        how = run_limited(name, out, min(STAGES[name][1], left_s))
+        failed += how != "ok"
+        print(f"--- {name}: {how}, {time.monotonic() - began_s:.0f} s", flush=True)
+    return failed
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; exit code 1 when a stage failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -92,16 +108,10 @@ def main(argv: list[str] | None = None) -> int:
     print(json.dumps(found), flush=True)
     with (args.out / "engine.jsonl").open("a") as file:
         file.write(json.dumps({"stage": "facts", **found}) + "\n")
-    failed = 0
-    for name in args.stages:
-        left_s = args.budget - (time.monotonic() - start_s)
-        if left_s < 15:
-            print(f"--- {name}: left out, the budget is spent", flush=True)
-            continue
-        began_s = time.monotonic()
-        how = run_limited(name, args.out, min(STAGES[name][1], left_s))
-        failed += how != "ok"
-        print(f"--- {name}: {how}, {time.monotonic() - began_s:.0f} s", flush=True)
+    try:
+        failed = run_stages(args.stages, args.out, start_s + args.budget)
+    finally:
+        stop_vllm()
     rows = [json.loads(line) for line in rows_at.read_text().splitlines()[already:]]
     if lines := lines_of(rows):
         summary = {"stage": "table", **found, "lines": [line.as_json() for line in lines]}

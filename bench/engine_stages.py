@@ -14,6 +14,8 @@ from bench.engine_peers import (
     stage_vllm8,
     stage_vllm48,
     stage_vllm48eagle,
+    stage_vllm_start,
+    stage_vllm_wait,
 )
 from bench.engine_profile import stage_profile
 from bench.engine_rows import (
@@ -138,9 +140,11 @@ STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     "near_tie": (stage_near_tie, 90),
     "peer8": (stage_peer8, 80),
     "unpack": (stage_unpack, 60),
-    "vllm8": (stage_vllm8, 150),
-    "vllm48": (stage_vllm48, 150),
-    "vllm48eagle": (stage_vllm48eagle, 165),
+    "vllm_start": (stage_vllm_start, 60),
+    "vllm_wait": (stage_vllm_wait, 160),
+    "vllm8": (stage_vllm8, 155),
+    "vllm48": (stage_vllm48, 155),
+    "vllm48eagle": (stage_vllm48eagle, 170),
     "q8fused": (stage_q8fused, 60),
     "q8joined": (stage_q8joined, 60),
     "q8pdl": (stage_q8pdl, 60),

@@ -7,7 +7,9 @@ Nothing of this repository is imported, so that vLLM's packages are the only one
 The shape is Qwen3-30B-A3B's with dummy weights (a config.json without weights is written to DIR);
 ``--eagle`` adds an EAGLE-3 head with random weights and k = 3 at an accept length of exactly 3.
 Wall is (generate 257 tokens - generate 1) / steps with the prompt's prefix cached in both, so that
-no prefill is in it. Busy is the union of kernel times over the steps of a profiled generation.
+no prefill is in it. Busy is the union of kernel times over the steps of a profiled generation. With
+``--hold PATH`` the engine starts and warms up, makes PATH.ready, and measures once PATH.go exists:
+starts take longer than measuring, and several may overlap.
 """
 
 import argparse
@@ -31,6 +33,14 @@ VOCAB, HIDDEN, DRAFT_VOCAB, WIDTH, HEADS, KV_HEADS, HEAD_DIM = (
 )
 #: decode steps in a profiled generation
 PROFILED = 40
+MAX_LEN = 2048
+HOLD_S = 600.0
+
+
+def cache_bytes(layers: int, sequences: int) -> int:
+    """Room for the longest sequences, and a gibibyte more for whole blocks and the head's layer."""
+    token = 2 * KV_HEADS * HEAD_DIM * 2 * (layers + 1)
+    return sequences * MAX_LEN * token + (1 << 30)
 
 
 def common_config() -> dict[str, Any]:
@@ -149,16 +159,23 @@ class Peer:
             load_format="dummy",
             dtype="bfloat16",
             skip_tokenizer_init=True,
-            max_model_len=4096,
+            max_model_len=MAX_LEN,
             max_num_seqs=max(args.batches),
-            gpu_memory_utilization=0.7,
+            # others start on this GPU meanwhile: nothing may be inferred from its free memory
+            gpu_memory_utilization=0.05,
+            kv_cache_memory_bytes=cache_bytes(args.layers, max(args.batches)),
             enable_prefix_caching=True,
             disable_log_stats=False,
             seed=0,
             **options,
         )
-        self.start_s = time.perf_counter() - started_s
         self.random = random.Random(5)
+        self.asks = {batch: self.prompts(batch) for batch in args.batches}
+        # the prefix cache, graphs, and kernels that are compiled at their first use
+        for prompts in self.asks.values():
+            for new in (SHORT, LONG):
+                self.generate(prompts, new)
+        self.start_s = time.perf_counter() - started_s
 
     def prompts(self, batch: int, length: int = PROMPT_LEN) -> list[dict[str, list[int]]]:
         """Distinct random token ids."""
@@ -186,10 +203,8 @@ class Peer:
 
     def row(self, batch: int) -> dict[str, Any]:
         """Wall of a step at one batch size, every repeat."""
-        prompts = self.prompts(batch)
-        # the prefix cache, graphs, and kernels that are compiled at their first use
-        for new in (SHORT, LONG):
-            self.generate(prompts, new)
+        prompts = self.asks[batch]
+        self.generate(prompts, SHORT)
         walls, steps, out = [], float(LONG - 1), []
         for _ in range(self.args.repeats):
             short_s, _ = self.generate(prompts, SHORT)
@@ -213,7 +228,7 @@ class Peer:
 
     def busy(self, batch: int) -> dict[str, Any]:
         """GPU time of a step from a profiled generation."""
-        prompts = self.prompts(batch)
+        prompts = self.asks[batch]
         self.generate(prompts, SHORT)
         self.llm.start_profile()
         self.generate(prompts, PROFILED + 1)
@@ -253,6 +268,16 @@ def union_us(spans: list[tuple[float, float]]) -> float:
     return total
 
 
+def hold(path: Path) -> None:
+    """Say that the engine is warm, and wait for the word to measure."""
+    path.with_suffix(".ready").touch()
+    deadline_s = time.monotonic() + HOLD_S
+    while not path.with_suffix(".go").exists():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{path.with_suffix('.go')} did not come within {HOLD_S:.0f} s")
+        time.sleep(0.1)
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -263,6 +288,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--busy", type=int, nargs="*", default=[])
     parser.add_argument("--eagle", action="store_true")
+    parser.add_argument("--hold", type=Path)
     args = parser.parse_args()
     began_s = time.perf_counter()
     import vllm
@@ -274,6 +300,8 @@ def main() -> None:
     import_s = time.perf_counter() - began_s
     peer = Peer(args)
     emit("vllm start", version=vllm.__version__, import_s=import_s, start_s=peer.start_s)
+    if args.hold is not None:
+        hold(args.hold)
     for batch in args.batches:
         emit("vllm", **peer.row(batch))
     for batch in args.busy:

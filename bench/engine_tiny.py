@@ -5,15 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autotune.backends.output_check import Checked, Reference, check_output, self_noise
+from autotune.backends.engine_baselines import Baselines, Prompts
+from autotune.backends.output_check import Checked, Reference
 from engine.api import Engine
 from engine.config import LaunchConfig, SpeculationConfig
 from engine.errors import EngineError
 from engine.results import Request, RunResult
+from model.spec import Knobs, Workload
 
 TINY = Path(__file__).resolve().parent.parent / "studies" / "models"
 GRAPHS = {"decode": True, "draft": True, "verify": True, "extend": True}
 OFF = SpeculationConfig()
+_PLAIN = Knobs.of({"speculation.method": "off"})
 #: measured rounds over all kinds
 ROUNDS = 4
 
@@ -88,7 +91,7 @@ def tiny_rows(emit: Emit, name: str, changes: dict[str, Any]) -> None:
                         )
                         del kinds[kind]
                         engine.close()
-                        engine = Engine(tiny_config(**changes))
+                        engine = truth.engine = Engine(tiny_config(**changes))
                         continue
                     if number:
                         runs[kind].append(run)
@@ -98,25 +101,43 @@ def tiny_rows(emit: Emit, name: str, changes: dict[str, Any]) -> None:
 
 
 class Truth:
-    """Plain decoding of the prompts with margins, and its own noise, to judge outputs by."""
+    """Plain decoding of the prompts, to judge outputs by as a study does (``output_check``)."""
 
     def __init__(self, engine: Engine, asks: list[Request], concurrency: int) -> None:
-        def plain(some: list[Request], at_once: int) -> Reference:
-            run = engine.generate(some, OFF, concurrency=at_once, margins=True)
-            return Reference(
-                tuple(r.token_ids for r in run.requests), tuple(r.margins for r in run.requests)
-            )
+        self.engine, self.asks = engine, asks
+        self.prompts = [ask.prompt_ids for ask in asks]
+        self.workload = Workload(
+            prompts="builtin:code",
+            prompts_sha256="tiny",
+            chat_template=None,
+            input_len=len(self.prompts[0]),
+            output_len=asks[0].max_new_tokens,
+            context=len(self.prompts[0]) + asks[0].max_new_tokens // 2,
+            temperature=0.0,
+            ignore_eos=True,
+            seed=0,
+            concurrency=concurrency,
+        )
+        self.baselines = Baselines(exact=False)
+        self.baselines.prepare(_PLAIN, self.workload, self.prompts, self.plain)
 
-        self.reference = plain(asks, concurrency)
-        few = asks[: max(4, min(concurrency, 8))]
-        others = [size for size in (1, 4, 16) if size != concurrency]
-        again = [plain(few, min(size, len(few))) for size in (concurrency, *others)]
-        self.noise = self_noise(self.reference, again)
+    def plain(
+        self, prompts: Prompts, batch_size: int, margins: bool, max_tokens: int | None = None
+    ) -> Reference:
+        """Plain decoding; ``margins`` and the second best tokens always come along."""
+        new = max_tokens or self.workload.output_len
+        some = [Request(prompt_ids=ids, max_new_tokens=new, ignore_eos=True) for ids in prompts]
+        found = self.engine.generate(some, OFF, concurrency=batch_size, margins=True).requests
+        return Reference(
+            tuple(r.token_ids for r in found),
+            tuple(r.margins for r in found),
+            tuple(r.runners_up for r in found),
+        )
 
     def check(self, run: RunResult) -> Checked:
         """Whether a run's outputs are those of plain decoding, but for near ties."""
         outputs = [r.token_ids for r in run.requests]
-        return check_output(outputs, self.reference, exact=False, temperature=0.0, noise=self.noise)
+        return self.baselines.check(_PLAIN, self.workload, outputs, self.prompts, self.plain)
 
 
 def tiny_level(

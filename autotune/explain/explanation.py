@@ -128,25 +128,24 @@ def _space(context: StudyContext) -> dict[str, tuple[Scalar | None, ...]]:
 
 def measured_speeds(context: StudyContext, concurrency: int) -> dict[str, tuple[int, float, Knobs]]:
     """knobs id -> (trial, median tokens/s, knobs) of what a study measured at a level."""
-    query = select(MeasurementRow.trial_id, MeasurementRow.tokens_per_s).where(
+    query = select(
+        MeasurementRow.trial_id, MeasurementRow.knobs_id, MeasurementRow.tokens_per_s
+    ).where(
         MeasurementRow.study_id == context.view.id,
         MeasurementRow.concurrency == concurrency,
         MeasurementRow.repeat >= 0,
         MeasurementRow.failure_kind.is_(None),
         MeasurementRow.tokens_per_s.is_not(None),
     )
-    # ids are hashes: once per trial, not once per repeat
-    trials = {
-        trial.id: (trial.knobs.id, trial) for trial in context.trials if trial.state != "failed"
-    }
+    trials = {trial.id: trial for trial in context.trials if trial.state != "failed"}
     values: dict[str, list[float]] = {}
     first: dict[str, tuple[int, Knobs]] = {}
     with context.store.reading() as session:
-        for trial_id, speed in session.execute(query):
-            known = trials.get(trial_id)
-            if known is None or speed is None:
+        # the stored id of the knobs: a hash a trial would take longer than all else here
+        for trial_id, knobs_id, speed in session.execute(query):
+            trial = trials.get(trial_id)
+            if trial is None or speed is None:
                 continue
-            knobs_id, trial = known
             values.setdefault(knobs_id, []).append(speed)
             first.setdefault(knobs_id, (trial.number, trial.knobs))
     return {

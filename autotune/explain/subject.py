@@ -315,7 +315,7 @@ def trial_subject(context: StudyContext, trial: TrialView, concurrency: int | No
     All trials of the same knobs count, failed ones excepted. Raises ``UserError`` for a level that
     the study does not have.
     """
-    same = [t.id for t in context.trials if t.knobs.id == trial.knobs.id and t.state != "failed"]
+    same = [t.id for t in context.trials if t.knobs == trial.knobs and t.state != "failed"]
     repeats = repeats_of(context.store, same or [trial.id])
     levels = sorted({repeat.concurrency for repeat in repeats}) or sorted(context.view.workloads)
     level = levels[0] if concurrency is None else concurrency

@@ -110,9 +110,11 @@ def _other_value(log: NcclLog, name: str, asked: str, reads: Reads) -> Absence:
             evidence=evidence,
             lost_at="overwritten by the server",
         )
+    # all but the two lists are read once in a process
+    late = "" if name in LISTS else ", or changed after NCCL had read it"
     return Absence(
         verdict="not effective",
-        reason=f"{who}: set again by a launcher, a server or a configuration file",
+        reason=f"{who}: set again by a launcher, a server or a configuration file{late}",
         evidence=evidence,
         lost_at="between the shell and NCCL",
     )

@@ -99,8 +99,11 @@ def watched_run(
             except OSError as error:
                 raise UserError(f"cannot start {command[0]}: {error.strerror}") from None
             seen: dict[int, SeenProcess] = {}
+            exit_code: int | None = None
             try:
                 _watch(process, seconds, seen, others)
+                # what it returns once we have interrupted it is no end of its own
+                exit_code = process.poll()
             finally:
                 try:
                     _stop(process, others)
@@ -108,11 +111,10 @@ def watched_run(
                     process.poll()
                     _reap(others)
         tail = _tail(output)
-        stopped = process.returncode is not None and process.returncode < 0
         yield Watched(
             processes=tuple(seen.values()),
             logs=(*_logs(Path(folder), seen.values()), *_printed(output)),
-            exit_code=None if stopped else process.returncode,
+            exit_code=exit_code,
             output_tail=tail,
         )
 

@@ -49,6 +49,8 @@ def read_foreign(path: Path, line: int | None = None) -> ForeignRun:
     if sglang == vllm:
         sglang, vllm = (_score(text, module.NAMES) for module in modules)
     if sglang == 0 and vllm == 0:
+        if "NCCL INFO " in text:
+            raise UserError(f"{path} is NCCL's own log: `autotune env check {path}` reads it")
         raise UserError(f"{path} is of no known format; give {KNOWN}")
     if sglang > vllm:
         run = sglang_log.read_sglang_log(_lines(path), label)

@@ -154,6 +154,7 @@ def test_one_file_by_two_names_is_noticed(tmp_path: Path) -> None:
         pytest.param('{"output_throughput": ', "half-written", id="cut"),
         pytest.param("\x00\x01\x02" * 500, "of no known format", id="binary"),
         pytest.param("   \n\n", "is empty", id="blank"),
+        pytest.param("h:7:7 [0] NCCL INFO Init", "autotune env check", id="nccl-log"),
         pytest.param('{"log":"hello\\n"}\n{"log":"you\\n"}\n', "of no known", id="other-log"),
     ],
 )  # fmt: skip

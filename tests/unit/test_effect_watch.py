@@ -234,6 +234,17 @@ def test_a_program_that_does_not_exist_is_the_users_mistake() -> None:
         pass
 
 
+def test_what_it_returns_when_we_stop_it_is_no_end_of_its_own(tmp_path: Path) -> None:
+    script = tmp_path / "polite.py"
+    script.write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit(130))\ntime.sleep(60)\n"
+    )
+    words = [sys.executable, str(script)]
+    with watched_run(words, 1.5) as watched:
+        assert watched.exit_code is None
+
+
 def test_a_command_that_fails_at_once_says_so(tmp_path: Path) -> None:
     words = ["/bin/sh", "-c", "echo broken >&2; exit 3"]
     launch = read_launch(words, {"HOME": str(tmp_path)}, tmp_path / "none.conf")

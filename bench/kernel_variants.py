@@ -1,10 +1,10 @@
-"""Whole captured forwards with and without prefetching, compared in one interleaved run.
+"""Whole captured forwards in several variants, compared in one interleaved run.
 
     python bench/kernel_variants.py --out DIR [--tokens 1x1 1x4 16x1 64x1] [--variants A B ...]
 
 Shapes of Qwen3-30B-A3B, bf16, context 1024, 8 layers and the head (their weights are many times any
-L2). A variant is what ops bring into L2, which kernels may start early, which ops are one kernel,
-which configurations are forced. Where it changes a kernel, that is compared with its reference;
+L2). A variant is which kernels may start early, which ops are one kernel and which configurations
+are forced. Where it changes a kernel, that is compared with its reference;
 then all are replayed in turn, ``--rounds`` times. One process a size, restarted without the variant
 that failed; rows go to DIR/variants.jsonl as they are made, the table is printed last. Differences
 to the plain forward in the rows' ``error`` are routing: two roundings choose other experts in a
@@ -32,7 +32,6 @@ from kernels import moe_down, tune, tuning
 from kernels.catalog import QWEN3_30B_A3B, layer_cases
 from kernels.forward import Forward, build_forward
 from kernels.launch import programmatic_launch
-from kernels.prefetch import prefetching
 from kernels.timing import relative_error
 
 DEVICE = torch.device("cuda")
@@ -44,8 +43,6 @@ MAX_ERROR = 0.03
 class Variant:
     """One way to run the same forward, at some sizes."""
 
-    ahead: dict[str, str] = field(default_factory=dict)
-    choice: str = "keep"
     pdl: bool | frozenset[str] = False
     fused: bool = False
     hand_on: bool = False
@@ -80,7 +77,6 @@ VARIANTS = {
     "joined": Variant(fused=True, sizes=(FOUR, SIXTEEN)),
     "joined early": Variant(fused=True, pdl=EARLY, sizes=(FOUR, SIXTEEN)),
     "joined norm": Variant(fused=True, hand_on=True, sizes=(SIXTEEN, MANY)),
-    "prefetch out": Variant(ahead={"qkv_attention": "out"}, sizes=(FOUR,)),
 }
 for _each, _num_warps in ((1, 1), (1, 2), (2, 2), (2, 4)):
     VARIANTS[f"rows {_each}/{_num_warps}"] = Variant(
@@ -111,11 +107,9 @@ def _note(out: Path, row: dict[str, object]) -> None:
 
 @contextmanager
 def _as(forward: Forward, variant: Variant) -> Iterator[None]:
-    forward.prefetch, forward.fused = variant.ahead, variant.fused
-    forward.hand_on = variant.hand_on
+    forward.fused, forward.hand_on = variant.fused, variant.hand_on
     with ExitStack() as stack:
         stack.enter_context(programmatic_launch(variant.pdl))
-        stack.enter_context(prefetching(variant.choice))
         for op, config in variant.force.items():
             stack.enter_context(tuning.forced(op, config))
         yield

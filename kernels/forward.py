@@ -5,7 +5,6 @@ references' chain; the engine has its own forward, from checkpoints and with ten
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -14,10 +13,6 @@ from kernels.norm import Normed
 from kernels.opset import OpSet, opset
 
 EPS = 1e-6
-#: ops that can bring a weight into L2 for a later one
-PREFETCHERS = (
-    "norm_linear", "qkv_attention", "linear_add", "norm_route", "linear_route", "norm_moe_add",
-)  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,8 +28,6 @@ class Forward:
     fused: bool = False
     #: with it, the experts' last kernel hands the next layer its norm
     hand_on: bool = False
-    #: op -> what it brings into L2: "out", "router", or "next" (the next layer's QKV projection)
-    prefetch: dict[str, str] = field(default_factory=dict)
     token: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     experts: list[torch.Tensor] = field(default_factory=list)
@@ -51,46 +44,29 @@ class Forward:
     def _layer(
         self, i: int, x: torch.Tensor, normed: Normed | None
     ) -> tuple[torch.Tensor, Normed | None]:
-        ops, w, ahead = self.ops, self.layers[i], self._ahead(i)
-        qkv = ops.norm_linear(x, w["norm"], EPS, w["qkv"], normed=normed, **ahead["norm_linear"])
+        ops, w = self.ops, self.layers[i]
+        qkv = ops.norm_linear(x, w["norm"], EPS, w["qkv"], normed=normed)
         o = ops.qkv_attention(
             qkv, w["q_norm"], w["k_norm"], EPS, w["position"], w["cos"], w["sin"],
             w["k_cache"], w["v_cache"], w["slot"], w["prefix"], w["mask"],
-            self.dims.head_size**-0.5, **ahead["qkv_attention"],
+            self.dims.head_size**-0.5,
         )  # fmt: skip
         if not self.fused:
-            x = ops.linear_add(o, w["out"], x, **ahead["linear_add"])
-            weight, expert = ops.norm_route(
-                x, w["norm"], EPS, w["router"], self.dims.top_k, **ahead["norm_route"]
-            )
+            x = ops.linear_add(o, w["out"], x)
+            weight, expert = ops.norm_route(x, w["norm"], EPS, w["router"], self.dims.top_k)
             self.experts.append(expert)
             experts = (w["norm"], EPS, w["gate_up"], w["down"], weight, expert)
-            return ops.norm_moe_add(x, *experts, x, **ahead["norm_moe_add"]), None
+            return ops.norm_moe_add(x, *experts, x), None
         x, weight, expert, normed = ops.linear_route(
-            o, w["out"], x, w["norm"], EPS, w["router"], self.dims.top_k, **ahead["linear_route"]
+            o, w["out"], x, w["norm"], EPS, w["router"], self.dims.top_k
         )
         self.experts.append(expert)
         experts = (w["norm"], EPS, w["gate_up"], w["down"], weight, expert)
-        given = ahead["norm_moe_add"] | {"normed": normed}
         if not self.hand_on:
-            return ops.norm_moe_add(x, *experts, x, **given), None
+            return ops.norm_moe_add(x, *experts, x, normed=normed), None
         following = self.layers[i + 1] if i + 1 < len(self.layers) else self.head
-        x, normed = ops.norm_moe_add_norm(x, *experts, x, following["norm"], **given)
+        x, normed = ops.norm_moe_add_norm(x, *experts, x, following["norm"], normed=normed)
         return x, normed
-
-    def _ahead(self, layer: int) -> dict[str, dict[str, Any]]:
-        """What each op of a layer brings into L2, as its keyword argument."""
-        given: dict[str, dict[str, Any]] = {name: {} for name in PREFETCHERS}
-        for op, name in self.prefetch.items():
-            if name == "next" and layer + 1 < len(self.layers):
-                tensor = self.layers[layer + 1]["qkv"]
-            elif name == "next":
-                # the head's first rows, as many bytes as a layer's projection
-                tensor = self.head["w"].flatten()[: self.layers[0]["qkv"].numel()]
-            else:
-                tensor = self.layers[layer][name]
-            given[op] = {"prefetch": tensor}
-        return given
 
     def min_bytes(self, distinct_experts: float) -> float:
         """Weights touched (``distinct_experts`` a layer) and cache rows read."""

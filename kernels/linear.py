@@ -15,7 +15,6 @@ from kernels.linear_kernels import (
     linear_vector_kernel,
 )
 from kernels.norm import MAX_HIDDEN, Normed, add_rms_norm, rms_norm, rms_norm_ref
-from kernels.prefetch import prefetch_arguments
 from kernels.tuning import Config, config_for
 
 #: most tokens that pass by weights held in registers
@@ -27,10 +26,9 @@ def norm_linear_ref(
     norm_weight_K: torch.Tensor,
     eps: float,
     weight_OK: torch.Tensor,
-    prefetch: torch.Tensor | None = None,
     normed: Normed | None = None,
 ) -> torch.Tensor:
-    """``y_TO = rms_norm(x) W^T``; ``prefetch`` and ``normed`` change nothing here."""
+    """``y_TO = rms_norm(x) W^T``; ``normed`` changes nothing here."""
     return torch.nn.functional.linear(rms_norm_ref(x_TK, norm_weight_K, eps), weight_OK)
 
 
@@ -50,7 +48,6 @@ def linear_add_ref(
     x_TK: torch.Tensor,
     weight_OK: torch.Tensor,
     residual_TO: torch.Tensor | None,
-    prefetch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x W^T + residual`` (None: no addition)."""
     y_TO = torch.nn.functional.linear(x_TK, weight_OK)
@@ -155,7 +152,6 @@ def run_linear(
     out_TO: torch.Tensor | None = None,
     store: bool = True,
     argmax: bool = False,
-    prefetch: torch.Tensor | None = None,
     normed: Normed | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Launch for the whole family: ``(out, total, best_value_of_block, best_index_of_block)``."""
@@ -185,7 +181,7 @@ def run_linear(
         )
         return _launch_linear(
             op, normed.weighted_TH, weight_OK, config, None, None, eps, residual_TO, out_TO, store,
-            argmax, prefetch, normed.squares_NT,
+            argmax, normed.squares_NT,
         )  # fmt: skip
     if gain_K is not None and config.get("norm_first"):
         # a kernel of its own for the norm leaves the product's loop with loads and dots alone
@@ -205,7 +201,6 @@ def run_linear(
             out_TO,
             store,
             argmax,
-            prefetch,
         )
         return out, normed_total, value, index
     return _launch_linear(
@@ -220,7 +215,6 @@ def run_linear(
         out_TO,
         store,
         argmax,
-        prefetch,
     )
 
 
@@ -236,7 +230,6 @@ def _launch_linear(
     out_TO: torch.Tensor | None,
     store: bool,
     argmax: bool,
-    prefetch: torch.Tensor | None,
     squares_NT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     num_tokens, num_inputs = x_TK.shape
@@ -260,7 +253,6 @@ def _launch_linear(
         "ARGMAX": argmax,
     }
     pdl = pdl_for(device, op)
-    ahead, ahead_bytes, flags["PREFETCH"] = prefetch_arguments(prefetch, x_TK)
     # arguments that a flag switches off still need a pointer of a fixed type
     added = x_TK if added_TK is None else added_TK
     gain = x_TK if gain_K is None else gain_K
@@ -279,14 +271,14 @@ def _launch_linear(
         )
         if num_tokens > 1:
             launch(
-                linear_tokens_kernel, (blocks,), *pointers, ahead, ahead_bytes, num_outputs,
+                linear_tokens_kernel, (blocks,), *pointers, num_outputs,
                 x_TK.stride(0), weight_OK.stride(0), eps, T=num_tokens, **flags,
                 BLOCK_O=config["block_o"], BLOCK_K=config["block_k"],
                 PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
             )  # fmt: skip
             return out, total, value, index
         launch(
-            linear_vector_kernel, (blocks,), *pointers, ahead, ahead_bytes, num_outputs,
+            linear_vector_kernel, (blocks,), *pointers, num_outputs,
             weight_OK.stride(0), eps, **flags, BLOCK_O=config["block_o"], BLOCK_K=config["block_k"],
             PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
         )  # fmt: skip
@@ -304,8 +296,7 @@ def _launch_linear(
         counters = arrival_counters(device, token_blocks * blocks)
     launch(
         linear_matrix_kernel, (blocks, split, token_blocks), *pointers,
-        partial, partial_squares, counters, x_TK if squares_NT is None else squares_NT, ahead,
-        ahead_bytes,
+        partial, partial_squares, counters, x_TK if squares_NT is None else squares_NT,
         num_tokens, num_outputs, x_TK.stride(0), weight_OK.stride(0), num_outputs, eps,
         **flags, BLOCK_T=block_t, BLOCK_O=block_o, BLOCK_K=config["block_k"], SPLIT_K=split,
         STAGES=config["stages"], SWAP=bool(config.get("swap")), PRECISION="ieee",
@@ -322,16 +313,15 @@ def norm_linear(
     eps: float,
     weight_OK: torch.Tensor,
     out_TO: torch.Tensor | None = None,
-    prefetch: torch.Tensor | None = None,
     normed: Normed | None = None,
 ) -> torch.Tensor:
-    """As ``norm_linear_ref``; ``out_TO`` may be given, and what to bring into L2 meanwhile.
+    """As ``norm_linear_ref``; ``out_TO`` may be given.
 
     ``normed`` is the norm of x as the kernel that made x left it: it spares taking it again.
     """
     out, _, _, _ = run_linear(
         "norm_linear", x_TK, weight_OK, gain_K=norm_weight_K, eps=eps, out_TO=out_TO,
-        prefetch=prefetch, normed=normed,
+        normed=normed,
     )  # fmt: skip
     assert out is not None
     return out
@@ -359,14 +349,8 @@ def linear_add(
     weight_OK: torch.Tensor,
     residual_TO: torch.Tensor | None,
     out_TO: torch.Tensor | None = None,
-    prefetch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As ``linear_add_ref``; ``out_TO`` may be given, and may be ``residual_TO`` itself.
-
-    ``prefetch`` is brought into L2 meanwhile.
-    """
-    out, _, _, _ = run_linear(
-        "linear_add", x_TK, weight_OK, residual_TO=residual_TO, out_TO=out_TO, prefetch=prefetch
-    )
+    """As ``linear_add_ref``; ``out_TO`` may be given, and may be ``residual_TO`` itself."""
+    out, _, _, _ = run_linear("linear_add", x_TK, weight_OK, residual_TO=residual_TO, out_TO=out_TO)
     assert out is not None
     return out

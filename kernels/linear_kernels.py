@@ -8,19 +8,15 @@ import triton.language as tl
 
 from kernels.device import add_rounded, dot, last_to_arrive, prefetch_l2, wait_for_predecessor
 from kernels.norm import row_scale
-from kernels.prefetch import prefetch_from_last
-
-#: programs that fetch ahead: about as many as a GPU runs at once
-LAST_PROGRAMS = tl.constexpr(1024)
 
 
 @triton.jit
 def linear_vector_kernel(
     x, added, gain, weight, residual, out, total, best_value, best_index,
-    ahead, ahead_bytes, OUT, weight_stride, eps,
+    OUT, weight_stride, eps,
     K: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     STORE: tl.constexpr, ARGMAX: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     o = pid * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -52,7 +48,6 @@ def linear_vector_kernel(
             squares += v * v
             v *= tl.load(gain + k0 + k, mask=in_k, other=0.0).to(tl.float32)
         acc += tile.to(tl.float32) * v[None, :]
-    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     y = tl.sum(acc, axis=1)
     if HAS_NORM:
         y *= tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
@@ -71,10 +66,10 @@ def linear_vector_kernel(
 @triton.jit
 def linear_tokens_kernel(
     x, added, gain, weight, residual, out, total, best_value, best_index,
-    ahead, ahead_bytes, OUT, x_stride, weight_stride, eps,
+    OUT, x_stride, weight_stride, eps,
     T: tl.constexpr, K: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, STORE: tl.constexpr, ARGMAX: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     o = pid * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -89,7 +84,6 @@ def linear_tokens_kernel(
         eviction_policy="evict_first",
     )
     wait_for_predecessor(PDL)
-    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     if HAS_NORM:
         g = tl.load(gain + k, mask=in_k, other=0.0).to(tl.float32)
     for t in tl.static_range(T):
@@ -178,11 +172,11 @@ def matrix_product(
 def linear_matrix_kernel(
     x, added, gain, weight, residual, out, total, best_value, best_index,
     partial, partial_squares, counters, norm_squares,
-    ahead, ahead_bytes, T, OUT, x_stride, weight_stride, out_stride, eps,
+    T, OUT, x_stride, weight_stride, out_stride, eps,
     K: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     STORE: tl.constexpr, ARGMAX: tl.constexpr, NORM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
+    STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     pid_o = tl.program_id(0)
@@ -194,7 +188,6 @@ def linear_matrix_kernel(
         x, added, gain, weight, total, o, t, pid_o, pid_k, T, OUT, x_stride, weight_stride, K,
         HAS_ADDED, HAS_NORM, BLOCK_T, BLOCK_O, BLOCK_K, SPLIT_K, STAGES, SWAP, PRECISION, PDL,
     )  # fmt: skip
-    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     if SPLIT_K > 1:
         block = (pid_t * tl.num_programs(0) + pid_o).to(tl.int64)
         inner = tl.arange(0, BLOCK_T)[:, None] * BLOCK_O + tl.arange(0, BLOCK_O)[None, :]

@@ -15,7 +15,6 @@ from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, requir
 from kernels.linear import linear_add, linear_add_ref
 from kernels.linear_route_kernels import linear_route_matrix_kernel, linear_route_vector_kernel
 from kernels.norm import Normed
-from kernels.prefetch import prefetch_arguments
 from kernels.router import check_route, norm_route, norm_route_ref
 from kernels.tuning import Config, config_for
 
@@ -47,7 +46,6 @@ def linear_route_ref(
     bias_E: torch.Tensor | None = None,
     renormalize: bool = True,
     scale: float = 1.0,
-    prefetch: torch.Tensor | None = None,
 ) -> Routed:
     """``linear_add``, then ``norm_route`` of its result."""
     total_TO = linear_add_ref(x_TK, weight_OK, residual_TO)
@@ -115,9 +113,8 @@ def linear_route(
     bias_E: torch.Tensor | None = None,
     renormalize: bool = True,
     scale: float = 1.0,
-    prefetch: torch.Tensor | None = None,
 ) -> Routed:
-    """As ``linear_route_ref``; ``prefetch`` is brought into L2 meanwhile.
+    """As ``linear_route_ref``.
 
     One kernel up to 16 tokens and 256 experts, else ``linear_add`` and ``norm_route``.
     """
@@ -128,7 +125,7 @@ def linear_route(
         total_TO = linear_add(x_TK, weight_OK, residual_TO)
         weight_TK, expert_TK = norm_route(
             total_TO, norm_weight_O, eps, router_EO, top_k, score=score, bias_E=bias_E,
-            renormalize=renormalize, scale=scale, prefetch=prefetch,
+            renormalize=renormalize, scale=scale,
         )  # fmt: skip
         return Routed(total_TO, weight_TK, expert_TK, None)
     require(
@@ -166,14 +163,13 @@ def linear_route(
     split = config.get("split_k", 1)
     partial = torch.empty(blocks * split * 16 * block_o, **fp32) if split > 1 else squares_NT
     pdl = pdl_for(device, OP)
-    ahead, ahead_bytes, mode = prefetch_arguments(prefetch, x_TK)
     arguments = (
         x_TK, weight_OK, x_TK if residual_TO is None else residual_TO, out_TO, norm_weight_O,
         router_EO, x_TK if bias_E is None else bias_E, weighted_TO, squares_NT, weight_TK,
         expert_TK,
         partial, torch.empty(blocks * num_tokens * block_e, **fp32),
         torch.empty(blocks * num_tokens, **fp32), arrival_counters(device, blocks + 2),
-        ahead, ahead_bytes, num_outputs, x_TK.stride(0), weight_OK.stride(0), router_EO.stride(0),
+        num_outputs, x_TK.stride(0), weight_OK.stride(0), router_EO.stride(0),
         eps, scale,
     )  # fmt: skip
     flags = {
@@ -182,7 +178,7 @@ def linear_route(
         "SIGMOID": score == "sigmoid", "RENORMALIZE": renormalize, "NUM_BLOCKS": blocks,
         "LAST": waiting_programs(device, min(num_tokens, blocks)),
         "BLOCK_O": block_o, "BLOCK_K": config["block_k"], "BLOCK_N": pow2(blocks),
-        "BLOCK_E": block_e, "BLOCK_TOP": pow2(top_k), "PREFETCH": mode, "PDL": pdl,
+        "BLOCK_E": block_e, "BLOCK_TOP": pow2(top_k), "PDL": pdl,
         "launch_pdl": pdl,
         "num_warps": config["num_warps"],
     }  # fmt: skip

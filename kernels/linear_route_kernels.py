@@ -10,21 +10,20 @@ import triton
 import triton.language as tl
 
 from kernels.device import dot, last_to_arrive, turn_among_last, wait_for_predecessor
-from kernels.linear_kernels import LAST_PROGRAMS, matrix_product
-from kernels.prefetch import prefetch_from_last
+from kernels.linear_kernels import matrix_product
 from kernels.router_kernels import choose_one
 
 
 @triton.jit
 def linear_route_vector_kernel(
     x, weight, residual, out, gain, router, bias, normed, norm_squares, out_weight, out_expert,
-    partial, partial_logits, partial_squares, counters, ahead, ahead_bytes,
+    partial, partial_logits, partial_squares, counters,
     OUT, x_stride, weight_stride, router_stride, eps, scale,
     T: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, LAST: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     o = pid * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -54,7 +53,6 @@ def linear_route_vector_kernel(
             )
         v = tl.load(x + k0 + k, mask=in_k, other=0.0).to(tl.float32)
         acc += tile.to(tl.float32) * v[None, :]
-    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     y = tl.sum(acc, axis=1)
     if HAS_RESIDUAL:
         y += tl.load(residual + o, mask=in_o, other=0.0).to(tl.float32)
@@ -76,7 +74,7 @@ def linear_route_vector_kernel(
 @triton.jit
 def linear_route_matrix_kernel(
     x, weight, residual, out, gain, router, bias, normed, norm_squares, out_weight, out_expert,
-    partial, partial_logits, partial_squares, counters, ahead, ahead_bytes,
+    partial, partial_logits, partial_squares, counters,
     OUT, x_stride, weight_stride, router_stride, eps, scale,
     T: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
@@ -84,7 +82,7 @@ def linear_route_matrix_kernel(
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     pid_o = tl.program_id(0)
     pid_k = tl.program_id(1)
@@ -103,7 +101,6 @@ def linear_route_matrix_kernel(
         x, x, gain, weight, out, o, t, pid_o, pid_k, T, OUT, x_stride, weight_stride, K,
         False, False, BLOCK_T, BLOCK_O, BLOCK_K, SPLIT_K, STAGES, SWAP, PRECISION, PDL,
     )  # fmt: skip
-    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     shown = (t < T)[:, None] & in_o[None, :]
     finish = True
     if SPLIT_K > 1:

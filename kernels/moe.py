@@ -98,12 +98,11 @@ def norm_moe_add_ref(
     weight_TK: torch.Tensor,
     expert_TK: torch.Tensor,
     residual_TH: torch.Tensor | None,
-    prefetch: torch.Tensor | None = None,
     normed: Normed | None = None,
 ) -> torch.Tensor:
     """``moe_mlp(rms_norm(x)) + residual`` (None: no addition).
 
-    ``prefetch`` and ``normed`` change nothing here: see ``norm_moe_add``.
+    ``normed`` changes nothing here: see ``norm_moe_add``.
     """
     y_TH = moe_mlp_ref(
         rms_norm_ref(x_TH, norm_weight_H, eps), gate_up_EJH, down_EHI, weight_TK, expert_TK
@@ -121,7 +120,6 @@ def _run(
     expert_TK: torch.Tensor,
     residual_TH: torch.Tensor | None,
     out_TH: torch.Tensor | None,
-    prefetch: torch.Tensor | None = None,
     normed: Normed | None = None,
     next_gain_H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Normed | None]:
@@ -198,7 +196,7 @@ def _run(
         second,
         slots,
         active,
-        prefetch, next_gain_H,
+        next_gain_H,
     )  # fmt: skip
     return out, following
 
@@ -224,17 +222,16 @@ def norm_moe_add(
     expert_TK: torch.Tensor,
     residual_TH: torch.Tensor | None,
     out_TH: torch.Tensor | None = None,
-    prefetch: torch.Tensor | None = None,
     normed: Normed | None = None,
 ) -> torch.Tensor:
     """As ``norm_moe_add_ref``; ``out_TH`` may be given, and may be ``residual_TH`` itself.
 
-    The last kernel's last programs bring ``prefetch`` into L2. ``normed`` is the norm of x as
+    ``normed`` is the norm of x as
     ``linear_route`` leaves it: it spares taking the norm again.
     """
     return _run(
         x_TH, norm_weight_H, eps, gate_up_EJH, down_EHI, weight_TK, expert_TK, residual_TH, out_TH,
-        prefetch, normed,
+        normed,
     )[0]  # fmt: skip
 
 
@@ -248,7 +245,6 @@ def norm_moe_add_norm_ref(
     expert_TK: torch.Tensor,
     residual_TH: torch.Tensor | None,
     next_gain_H: torch.Tensor,
-    prefetch: torch.Tensor | None = None,
     normed: Normed | None = None,
 ) -> tuple[torch.Tensor, Normed | None]:
     """``norm_moe_add`` and the norm with ``next_gain`` of its result, for the layer that follows.
@@ -271,11 +267,10 @@ def norm_moe_add_norm(
     expert_TK: torch.Tensor,
     residual_TH: torch.Tensor | None,
     next_gain_H: torch.Tensor,
-    prefetch: torch.Tensor | None = None,
     normed: Normed | None = None,
 ) -> tuple[torch.Tensor, Normed | None]:
-    """As ``norm_moe_add_norm_ref``; ``prefetch`` and ``normed`` as ``norm_moe_add`` has them."""
+    """As ``norm_moe_add_norm_ref``; ``normed`` as ``norm_moe_add`` has it."""
     return _run(
         x_TH, norm_weight_H, eps, gate_up_EJH, down_EHI, weight_TK, expert_TK, residual_TH, None,
-        prefetch, normed, next_gain_H,
+        normed, next_gain_H,
     )  # fmt: skip

@@ -17,7 +17,6 @@ from kernels.moe_down_kernels import (
 )
 from kernels.moe_rows import MAX_PAIRS_UNSORTED, Slots
 from kernels.norm import Normed
-from kernels.prefetch import prefetch_arguments
 from kernels.tuning import Config
 
 #: configuration values of "scheme"
@@ -99,19 +98,17 @@ def run_down(
     config: Config,
     slots: Slots,
     active: torch.Tensor | None,
-    prefetch: torch.Tensor | None,
     next_gain_H: torch.Tensor | None = None,
 ) -> Normed | None:
     """Write ``out_TH``; ``active`` is what ``run_gate_up`` filled (stationary scheme only).
 
-    The last kernel brings ``prefetch`` into L2. With ``next_gain_H`` returns the norm of the result
+    With ``next_gain_H`` returns the norm of the result
     taken apart, except in the vector scheme: its many small programs would leave too many parts.
     """
     num_experts, hidden, inter = down_EHI.shape
     num_tokens, top_k = expert_TK.shape
     device = out_TH.device
     pdl = pdl_for(device, "moe_down")
-    ahead, ahead_bytes, mode = prefetch_arguments(prefetch, out_TH)
     residual = out_TH if residual_TH is None else residual_TH
     common = {"PDL": pdl, "launch_pdl": pdl, "num_warps": config["num_warps"]}
     strides = down_EHI.stride()[:2]
@@ -120,8 +117,8 @@ def run_down(
     if config["scheme"] == VECTOR:
         launch(
             down_vector_kernel, (num_tokens, blocks), hidden_PI, down_EHI, weight_TK,
-            expert_TK, residual, out_TH, ahead, ahead_bytes, hidden, *strides, INTER=inter,
-            K=top_k, PREFETCH=mode, HAS_RESIDUAL=has_residual,
+            expert_TK, residual, out_TH, hidden, *strides, INTER=inter,
+            K=top_k, HAS_RESIDUAL=has_residual,
             BLOCK_O=config["block_o"], BLOCK_I=config["block_i"], UNROLL=config["unroll"],
             **common,
         )  # fmt: skip
@@ -148,11 +145,11 @@ def run_down(
             down_stationary_kernel, (blocks, split), hidden_PI, down_EHI, weight_TK, expert_TK,
             active, active[num_experts:], residual, out_TH, *handed_on, partial,
             counters,
-            ahead, ahead_bytes, num_tokens, hidden, *strides, INTER=inter, K=top_k,
+            num_tokens, hidden, *strides, INTER=inter, K=top_k,
             HAS_RESIDUAL=has_residual, HAS_NEXT=has_next, SPLIT=split,
             BLOCK_T=MAX_STATIONARY_TOKENS,
             BLOCK_K=pow2(top_k), BLOCK_O=block_o, BLOCK_I=config["block_i"],
-            STAGES=config["stages"], PRECISION="ieee", PREFETCH=mode, **common,
+            STAGES=config["stages"], PRECISION="ieee", **common,
         )  # fmt: skip
         return following
     pairs_PH = torch.empty(num_tokens * top_k, hidden, dtype=torch.float32, device=device)
@@ -178,7 +175,7 @@ def run_down(
         )  # fmt: skip
     launch(
         combine_kernel, (cdiv(hidden, block), num_tokens), pairs_PH, residual, out_TH,
-        *handed_on, ahead, ahead_bytes, hidden, K=top_k, HAS_RESIDUAL=has_residual,
-        HAS_NEXT=has_next, BLOCK=block, PREFETCH=mode, PDL=pdl, launch_pdl=pdl, num_warps=4,
+        *handed_on, hidden, K=top_k, HAS_RESIDUAL=has_residual,
+        HAS_NEXT=has_next, BLOCK=block, PDL=pdl, launch_pdl=pdl, num_warps=4,
     )  # fmt: skip
     return following

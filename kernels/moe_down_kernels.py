@@ -8,19 +8,15 @@ import triton.language as tl
 
 from kernels.device import dot, last_to_arrive, prefetch_l2, wait_for_predecessor
 from kernels.moe_rows import expert_of_slot, num_rows_of_slot, pairs_of_slot
-from kernels.prefetch import prefetch_from_last
-
-#: programs that fetch ahead: about as many as a GPU runs at once
-LAST_PROGRAMS = tl.constexpr(1024)
 
 
 @triton.jit
 def down_vector_kernel(
-    hidden, down, weights, experts, residual, out, ahead, ahead_bytes,
+    hidden, down, weights, experts, residual, out,
     H, expert_stride, row_stride,
     INTER: tl.constexpr, K: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, UNROLL: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # the tokens of one block of columns run together: experts they share are read once
     t = tl.program_id(0).to(tl.int64)
@@ -60,7 +56,6 @@ def down_vector_kernel(
             )
             v = v.to(tl.float32) * w[:, None]
             acc += tl.sum(tile.to(tl.float32) * v[:, None, :], axis=0)
-    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     y = tl.sum(acc, axis=1)
     if HAS_RESIDUAL:
         y += tl.load(residual + t * H + o, mask=in_o, other=0.0).to(tl.float32)
@@ -71,11 +66,11 @@ def down_vector_kernel(
 def down_stationary_kernel(
     hidden, down, weights, experts, active, num_active, residual, out, next_gain, weighted, squares,
     partial, counters,
-    ahead, ahead_bytes, T, H, expert_stride, row_stride,
+    T, H, expert_stride, row_stride,
     INTER: tl.constexpr, K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NEXT: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pid_o = tl.program_id(0)
     split = tl.program_id(1)
@@ -119,7 +114,6 @@ def down_stationary_kernel(
         acc += w[:, None] * dot(a, tl.trans(tile), None, PRECISION)
         following = (step + 1) // STEPS
         e = tl.load(active + following, mask=following < last, other=0)
-    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     shown = (t < T)[:, None] & in_o[None, :]
     where = t.to(tl.int64)[:, None] * H + o[None, :]
     finish = True
@@ -239,13 +233,12 @@ def down_grouped_kernel(
 
 @triton.jit
 def combine_kernel(
-    pairs_in, residual, out, next_gain, weighted, squares, ahead, ahead_bytes, H,
+    pairs_in, residual, out, next_gain, weighted, squares, H,
     K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NEXT: tl.constexpr, BLOCK: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1).to(tl.int64)
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     wait_for_predecessor(PDL)
     acc = tl.zeros([BLOCK], dtype=tl.float32)
     for k in tl.static_range(K):

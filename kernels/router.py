@@ -7,7 +7,6 @@ import torch
 
 from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, require, waiting_programs
 from kernels.norm import rms_norm_ref
-from kernels.prefetch import prefetch_arguments
 from kernels.router_kernels import norm_route_kernel, norm_route_rows_kernel, route_kernel
 from kernels.tuning import Config, config_for
 
@@ -64,7 +63,6 @@ def norm_route_ref(
     bias_E: torch.Tensor | None = None,
     renormalize: bool = True,
     scale: float = 1.0,
-    prefetch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``route`` of the logits ``rms_norm(x) W^T``, which are taken in fp32."""
     logits_TE = torch.nn.functional.linear(
@@ -143,12 +141,8 @@ def norm_route(
     bias_E: torch.Tensor | None = None,
     renormalize: bool = True,
     scale: float = 1.0,
-    prefetch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``norm_route_ref``, one kernel: split over H, the last program chooses the experts.
-
-    ``prefetch`` is brought into L2 meanwhile.
-    """
+    """As ``norm_route_ref``, one kernel: split over H, the last program chooses the experts."""
     num_tokens, hidden = x_TH.shape
     num_experts = weight_EH.shape[0]
     check_route(num_experts, top_k, score)
@@ -164,12 +158,11 @@ def norm_route(
     weight_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
     expert_TK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=device)
     block_e, pdl = pow2(num_experts, 16), pdl_for(device, "norm_route")
-    ahead, ahead_bytes, mode = prefetch_arguments(prefetch, x_TH)
     bias = x_TH if bias_E is None else bias_E
     flags = {
         "H": hidden, "E": num_experts, "K": top_k, "HAS_BIAS": bias_E is not None,
         "SIGMOID": score == "sigmoid", "RENORMALIZE": renormalize, "BLOCK_E": block_e,
-        "BLOCK_K": pow2(top_k), "PREFETCH": mode, "PDL": pdl, "launch_pdl": pdl,
+        "BLOCK_K": pow2(top_k), "PDL": pdl, "launch_pdl": pdl,
         "num_warps": config["num_warps"],
     }  # fmt: skip
     if config.get("rows"):
@@ -181,7 +174,7 @@ def norm_route(
         launch(
             norm_route_rows_kernel, (cdiv(num_experts, config["rows"]),),
             x_TH, norm_weight_H, weight_EH, bias, weight_TK, expert_TK, logits,
-            arrival_counters(device, 2), ahead, ahead_bytes, x_TH.stride(0), weight_EH.stride(0),
+            arrival_counters(device, 2), x_TH.stride(0), weight_EH.stride(0),
             eps, scale,
             T=num_tokens, ROWS=config["rows"], BLOCK_H=pow2(hidden),
             LAST=waiting_programs(device, min(num_tokens, cdiv(num_experts, config["rows"]))),
@@ -196,7 +189,7 @@ def norm_route(
     launch(
         norm_route_kernel, (split, token_blocks),
         x_TH, norm_weight_H, weight_EH, bias, weight_TK, expert_TK,
-        partial, partial_squares, arrival_counters(device, 2 * token_blocks), ahead, ahead_bytes,
+        partial, partial_squares, arrival_counters(device, 2 * token_blocks),
         num_tokens, x_TH.stride(0), weight_EH.stride(0), eps, scale,
         SPLIT=split, LAST=waiting_programs(device, min(split, block_t, num_tokens), token_blocks),
         BLOCK_PARTS=pow2(split), BLOCK_T=block_t, BLOCK_H=config["block_h"],

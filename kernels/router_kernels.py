@@ -7,10 +7,6 @@ import triton
 import triton.language as tl
 
 from kernels.device import dot, prefetch_l2, turn_among_last, wait_for_predecessor
-from kernels.prefetch import prefetch_from_last
-
-#: programs that fetch ahead
-LAST_PROGRAMS = tl.constexpr(1024)
 
 
 @triton.jit
@@ -166,13 +162,13 @@ def route_kernel(
 @triton.jit
 def norm_route_kernel(
     x, gain, weight, bias, out_weight, out_expert, partial, partial_squares, counters,
-    ahead, ahead_bytes, T, x_stride, weight_stride, eps, scale,
+    T, x_stride, weight_stride, eps, scale,
     H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
     SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, SPLIT: tl.constexpr,
     LAST: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     block = tl.program_id(1)
@@ -188,7 +184,6 @@ def norm_route_kernel(
         for h0 in range(0, PART, BLOCK_H):
             column = tl.minimum(split * PART + h0 + line, H - 1)
             prefetch_l2(weight + row + column[None, :], PDL)
-    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     wait_for_predecessor(PDL)
     logits = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.float32)
     squares = tl.zeros([BLOCK_T], dtype=tl.float32)
@@ -227,11 +222,11 @@ def norm_route_kernel(
 @triton.jit
 def norm_route_rows_kernel(
     x, gain, weight, bias, out_weight, out_expert, logits, counters,
-    ahead, ahead_bytes, x_stride, weight_stride, eps, scale,
+    x_stride, weight_stride, eps, scale,
     T: tl.constexpr, H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
     SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, LAST: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
     rows = first + tl.arange(0, ROWS)
@@ -243,7 +238,6 @@ def norm_route_rows_kernel(
         other=0.0,
     )
     g = tl.load(gain + h, mask=in_h, other=0.0).to(tl.float32)
-    prefetch_from_last(ahead, ahead_bytes, LAST_PROGRAMS, PREFETCH)
     wait_for_predecessor(PDL)
     for t in tl.static_range(T):
         v = tl.load(x + t * x_stride + h, mask=in_h, other=0.0).to(tl.float32)

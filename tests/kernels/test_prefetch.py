@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,9 @@ import triton
 import triton.language as tl
 
 from kernels import prefetch
-from kernels.catalog import ODD
-from kernels.forward import build_forward
-from kernels.launch import programmatic_launch, recording
-from kernels.opset import opset
 
 ROOT = Path(__file__).resolve().parents[2]
 META = torch.device("meta")
-SMALL = replace(ODD, hidden=72, heads=4, head_size=16, experts=6, inter=24, vocab=90)
-AHEAD = {
-    "norm_linear": "out", "linear_add": "router", "norm_route": "next", "norm_moe_add": "next",
-    "linear_route": "next",
-}  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -52,72 +42,6 @@ def test_threads_ask_for_every_byte_once(
         assert start == end
         end = start + length
     assert end == num_bytes
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["apart", "linear-route"])
-def test_a_forward_that_prefetches_gives_the_same(device: torch.device, fused: bool) -> None:
-    forward = build_forward(SMALL, 2, (1, 2), 7, device, torch.float32)
-    forward.fused = fused
-    forward.run()
-    plain = forward.hidden.clone()
-    forward.prefetch = AHEAD
-    for choice in ("normal", "keep"):
-        with prefetch.prefetching(choice):
-            forward.run()
-        assert torch.equal(forward.hidden, plain)
-    forward.ops = opset("reference")
-    forward.run()
-    torch.testing.assert_close(plain, forward.hidden, rtol=1e-4, atol=1e-4)
-
-
-def _recorded(choice: str, pdl: bool) -> dict[str, set[tuple[int, int]]]:
-    """Kernel -> the (MODE, bytes) it is launched with."""
-    found: dict[str, set[tuple[int, int]]] = {}
-    forward = build_forward(SMALL, 2, (1, 2), 7, META, torch.bfloat16)
-    forward.prefetch = AHEAD
-    with programmatic_launch(pdl), prefetch.prefetching(choice), recording() as launches:
-        for forward.fused in (False, True):
-            forward.run()
-    for launch in launches:
-        if "PREFETCH" in launch.meta and "ahead_bytes" in launch.kernel.arg_names:
-            given = launch.args[launch.kernel.arg_names.index("ahead_bytes")]
-            found.setdefault(launch.kernel.__name__, set()).add((launch.meta["PREFETCH"], given))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("choice", "pdl", "mode"),
-    [
-        ("normal", False, prefetch.LINES),
-        ("keep", False, prefetch.LINES_KEPT),
-        ("normal", True, prefetch.RUNS),
-        ("keep", True, prefetch.RUNS_KEPT),
-    ],
-)
-def test_each_choice_reaches_the_kernels(choice: str, pdl: bool, mode: int) -> None:
-    qkv_bytes = (4 + 2 * 2) * 16 * 72 * 2
-    found = _recorded(choice, pdl)
-    assert {m for given in found.values() for m, _ in given} <= {prefetch.OFF, mode}
-    moe = {n for n in found if n.startswith(("down", "combine"))}
-    assert any((mode, qkv_bytes) in found[name] for name in moe)
-    assert any((mode, qkv_bytes) in given for n, given in found.items() if "norm_route" in n)
-    assert any((mode, qkv_bytes) in given for n, given in found.items() if "linear_route" in n)
-
-
-def test_off_is_the_kernel_without_prefetching() -> None:
-    """The same launches as of a forward that was given nothing to prefetch."""
-    shown = []
-    for ahead in ({}, AHEAD):
-        seen: list[object] = []
-        forward = build_forward(SMALL, 2, (1, 2), 7, META, torch.bfloat16)
-        forward.prefetch = ahead
-        with prefetch.prefetching("off"), recording() as launches:
-            forward.run()
-        for launch in launches:
-            numbers = [arg for arg in launch.args if not isinstance(arg, torch.Tensor)]
-            seen.append((launch.kernel.__name__, launch.grid, launch.meta, numbers))
-        shown.append(seen)
-    assert shown[0] == shown[1]
 
 
 @pytest.mark.parametrize(

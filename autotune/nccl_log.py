@@ -72,6 +72,9 @@ class _Reader:
     """State while reading; ``processes`` outlives a file, the rest starts anew with each."""
 
     processes: dict[tuple[str | None, int | None], ProcessBuilder] = field(default_factory=dict)
+    #: processes of this file that bear the host and id of another one: containers on one host
+    namesakes: dict[tuple[str | None, int | None], ProcessBuilder] = field(default_factory=dict)
+    all_namesakes: list[ProcessBuilder] = field(default_factory=list)
     bare_version: str | None = None
     file: str = ""
     prefixes: dict[bytes, tuple[ProcessBuilder, int]] = field(default_factory=dict)
@@ -85,7 +88,7 @@ class _Reader:
 
     def read(self, file: IO[bytes], name: str) -> tuple[int, int]:
         """Read one file to its end; returns lines and bytes."""
-        self.file, self.prefixes, self.matrix = name, {}, None
+        self.file, self.prefixes, self.matrix, self.namesakes = name, {}, None, {}
         number = num_bytes = 0
         rest = b""
         while chunk := self._chunk(file):
@@ -110,9 +113,10 @@ class _Reader:
 
     def result(self, files: tuple[str, ...], num_lines: int, num_bytes: int) -> NcclLog:
         """What was found, frozen."""
-        for process in self.processes.values():
+        found = (*self.processes.values(), *self.all_namesakes)
+        for process in found:
             process.version = process.version or self.bare_version
-        built = tuple(process.build() for process in self.processes.values())
+        built = tuple(process.build() for process in found)
         return NcclLog(files, num_lines, num_bytes, built, self.bare_version, tuple(self.notes))
 
     def _feed(self, lines: Iterable[bytes], number: int) -> int:
@@ -184,6 +188,8 @@ class _Reader:
             # choices up to here belong to the communicators known so far
             self._flush()
         process, tid = self._process(line[:start])
+        if b"- Init START" in tail and process.is_another(_text(tail), self.file):
+            process = self._namesake(process)
         process.num_folded += num_folded
         process.folding = num_folded
         text = _text(tail)
@@ -227,13 +233,21 @@ class _Reader:
                 for other, same in self.processes:
                     if same == pid and other is not None and host.endswith(other):
                         host = other
-        process = self.processes.get((host, pid))
+        process = self.namesakes.get((host, pid)) or self.processes.get((host, pid))
         if process is None:
             process = self.processes[host, pid] = ProcessBuilder(host, pid)
         if len(self.prefixes) > MAX_DISTINCT:
             self.prefixes.clear()
         self.prefixes[prefix] = process, tid
         return process, tid
+
+    def _namesake(self, process: ProcessBuilder) -> ProcessBuilder:
+        """From here on this file tells of another process with the same host and id."""
+        other = ProcessBuilder(process.host, process.pid, process.version)
+        self.namesakes[process.host, process.pid] = other
+        self.all_namesakes.append(other)
+        self.prefixes.clear()
+        return other
 
     def _matrix_line(self, line: bytes, number: int) -> None:
         """A line without prefix while an "Enabled" matrix is open."""

@@ -73,6 +73,17 @@ class ProcessBuilder:
     #: equal lines of other processes that the message being read stands for
     folding: int = 0
 
+    def is_another(self, text: str, file: str) -> bool:
+        """Whether an init line in another file makes it another process: a second rank of one
+        communicator under the same host and id (containers, or hosts of one name)."""
+        match = _INIT.search(text)
+        if match is None or match[9] is None:
+            return False
+        return any(
+            comm.comm_id == match[9] and comm.rank != int(match[2]) and comm.evidence.file != file
+            for comm in self.comms
+        )
+
     def current(self, tid: int, evidence: Evidence) -> CommBuilder:
         """The communicator this thread is working on; a new one where the log was cut before."""
         comm = self.open.get(tid)

@@ -234,3 +234,20 @@ def test_the_transport_of_a_communicator_is_that_of_all_its_ranks() -> None:
     ]
     (comm,) = judge_log(parse("\n".join(lines))).comms
     assert comm.transport == "mixed"
+
+
+def test_containers_with_one_host_name_and_equal_ids_stay_apart(tmp_path: Path) -> None:
+    for rank, env in ((0, {"NCCL_MAX_NCHANNELS": "16"}), (1, {})):
+        lines = rank_lines("2.27.7", rank, 2, env, pid=45 - rank)
+        (tmp_path / f"worker{rank}.log").write_text("\n".join(lines))
+    log = parse_nccl_logs([tmp_path])
+    assert [process.ranks for process in log.processes] == [(0,), (1,)]
+    (knob,) = judge_log(log, {"NCCL_MAX_NCHANNELS": "16"}).knobs
+    assert knob.verdict == "not effective"
+    assert "1 of 2 workers never read it (rank 1" in knob.reason
+
+
+def test_one_process_with_two_devices_in_one_file_stays_one() -> None:
+    lines = [line for rank in (0, 1) for line in rank_lines("2.27.7", rank, 2, pid=45 - rank)]
+    (process,) = parse("\n".join(lines)).processes
+    assert process.ranks == (0, 1)

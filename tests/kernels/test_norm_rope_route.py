@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from kernels import tuning
+from kernels.launch import waiting_programs
 from kernels.opset import opset
 from kernels.router import route_ref
 from tests.kernels.helpers import REFERENCE, assert_same, randn
@@ -98,6 +100,48 @@ def test_a_tie_goes_to_the_lowest_expert_and_nan_stays_in_range(device: torch.de
     assert expert[0].tolist() == [0, 1, 2]
     assert int(expert.min()) >= 0
     assert int(expert.max()) < 6
+
+
+@pytest.mark.parametrize("rows", [0, 2], ids=["split", "rows"])
+def test_norm_route_gives_ties_to_the_lowest_and_nan_a_place(
+    device: torch.device, rows: int
+) -> None:
+    x = torch.zeros(2, 40, device=device)
+    x[1] = float("nan")
+    weight = randn(device, torch.float32, 6, 40)
+    config = {"rows": rows, "split": 2, "block_h": 32, "stages": 2, "num_warps": 4}
+    with tuning.forced("norm_route", config):
+        value, expert = opset("triton").norm_route(x, torch.ones(40, device=device), EPS, weight, 3)
+    assert expert[0].tolist() == [0, 1, 2]
+    torch.testing.assert_close(value[0], torch.full((3,), 1 / 3, device=device))
+    assert len(set(expert[1].tolist())) == 3
+    assert 0 <= int(expert[1].min()) <= int(expert[1].max()) < 6
+
+
+@pytest.mark.parametrize(
+    ("wanted", "groups", "waiting"),
+    [(16, 1, 16), (16, 8, 16), (16, 9, 1), (131, 1, 131), (132, 1, 1)],
+)
+def test_waiting_programs_never_fill_the_gpu(wanted: int, groups: int, waiting: int) -> None:
+    """The meta device counts as an H200: 132 multiprocessors."""
+    assert waiting_programs(torch.device("meta"), wanted, groups) == waiting
+    assert waiting_programs(torch.device("cpu"), wanted, groups) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [4, 16, 64, 512])
+def test_programs_that_wait_for_one_another_repeat_and_end(
+    device: torch.device, tokens: int
+) -> None:
+    if device.type != "cuda":
+        pytest.skip("the interpreter runs one program after the other")
+    x, gain = randn(device, torch.bfloat16, tokens, 2048), randn(device, torch.bfloat16, 2048)
+    weight = randn(device, torch.bfloat16, 128, 2048, scale=0.02)
+    wanted_value, wanted = opset("triton").norm_route(x, gain, EPS, weight, 8)
+    for _ in range(200):
+        value, expert = opset("triton").norm_route(x, gain, EPS, weight, 8)
+        assert torch.equal(value, wanted_value)
+        assert torch.equal(expert, wanted)
 
 
 def test_route_reference_equals_transformers_routers() -> None:

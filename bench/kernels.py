@@ -25,6 +25,7 @@ from kernels.basic_cases import basic_cases
 from kernels.catalog import QWEN3_30B_A3B, Case, layer_cases, touched_experts
 from kernels.forward import build_forward
 from kernels.launch import programmatic_launch
+from kernels.linear_route import MAX_TOKENS
 from kernels.timing import relative_error, rotated_inputs, time_calls, time_case
 
 DEVICE = torch.device("cuda")
@@ -54,16 +55,20 @@ def bench_case(case: Case, bandwidth: float, replays: int, modes: list[bool]) ->
 def bench_forward(
     num_layers: int, size: tuple[int, int], bandwidth: float, replays: int, modes: list[bool]
 ) -> list[dict[str, object]]:
-    """The whole forward, without and with PDL, and the spread of its routing."""
+    """The whole forward, apart and joined, without and with PDL, and its routing's spread."""
     forward = build_forward(QWEN3_30B_A3B, num_layers, size, 1024, DEVICE, torch.bfloat16)
     rows = []
-    for pdl in modes:
+    # the projection and the router apart, then as one kernel where one can serve the tokens
+    ways = [(joined, pdl) for joined in (False, True) for pdl in modes]
+    for joined, pdl in ways if size[0] * size[1] <= MAX_TOKENS else ways[: len(modes)]:
+        forward.fused = joined
         timing = time_calls([forward.run], replays, pdl)
         distinct = [touched_experts(expert) for expert in forward.experts]
         floor = forward.min_bytes(sum(distinct) / len(distinct)) / bandwidth * 1e6
         rows.append(
             {
-                "kernel": f"forward of {num_layers} layers" + (", PDL" if pdl else ""),
+                "kernel": f"forward of {num_layers} layers" + (", joined" if joined else "")
+                + (", PDL" if pdl else ""),
                 "us": timing.us, "low_us": timing.low_us, "high_us": timing.high_us,
                 "floor_us": floor, "share": floor / timing.us,
                 "distinct_experts": sum(distinct) / len(distinct),

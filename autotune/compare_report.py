@@ -56,6 +56,12 @@ def show_compared(found: Compared, screen: Console) -> None:
         f"{found.ended}; {starts}, {found.seconds:.0f} s; stored in study {found.study}: {trials}",
         soft_wrap=True,
     )
+    if found.ended.startswith("stopped"):
+        screen.print(
+            "the pairs so far are kept; the same command starts a new comparison, and does not pool "
+            "it with this one: a test that is looked at, stopped and gone on with decides too often",
+            soft_wrap=True,
+        )
 
 
 def compared_mapping(found: Compared) -> dict[str, Any]:

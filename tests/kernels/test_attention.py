@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import tuning
+from kernels import attention_combine, tuning
 from kernels.opset import opset
 from kernels.qkv_attention import MAX_NEW_TOKENS
 from tests.kernels.helpers import REFERENCE, TRITON, assert_close, assert_same, randn
@@ -132,10 +132,23 @@ def test_a_query_that_sees_nothing_gets_zeros(device: torch.device, name: str) -
     assert torch.equal(got, torch.zeros_like(got))
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        pytest.param({"splits": 1}, id="whole"),
+        pytest.param({"splits": 1, "fold": 1}, id="one-part-with-the-new-tokens"),
+        pytest.param({"splits": 3}, id="last-part-adds-up"),
+        pytest.param({"splits": 3, "fold": 1, "early": 1, "ahead": 2}, id="early"),
+        pytest.param({"splits": 3, "wait": 1, "early": 1}, id="others-wait"),
+        pytest.param({"splits": 2, "fold": 1, "wait": 1, "num_warps": 4}, id="others-wait-fold"),
+        pytest.param({"splits": 12, "wait": 1}, id="parts-without-rows"),
+    ],
+)
 @pytest.mark.parametrize("op", ["tree_attention", "qkv_attention"])
-def test_every_number_of_splits_gives_the_same(device: torch.device, op: str, splits: int) -> None:
-    config = {"block_r": 16, "block_l": 16, "splits": splits, "stages": 2, "num_warps": 1}
+def test_every_configuration_gives_the_same(
+    device: torch.device, op: str, choice: dict[str, int]
+) -> None:
+    config = {"block_r": 16, "block_l": 16, "stages": 2, "num_warps": 1} | choice
     k, v = caches(device, torch.float32, 1, 16)
     slot, prefix = torch.tensor([1, 0], device=device), torch.tensor([50, 3], device=device)
     mask = tree(device, 2, 4)
@@ -143,12 +156,41 @@ def test_every_number_of_splits_gives_the_same(device: torch.device, op: str, sp
         if op == "tree_attention":
             q = randn(device, torch.float32, 2, 4, 5, 16)
             assert_same(op, q, k, v, slot, prefix, mask, 0.25)
+            # a second call finds what the first left: counters at zero, words empty
+            assert_same(op, q.flip(0), k, v, slot, prefix, None, 0.25)
         else:
             qkv = randn(device, torch.float32, 8, 7 * 16)
             angle = torch.randn(ROWS, 8, device=device).repeat(1, 2)
             position = torch.arange(8, device=device)
-            assert_same(op, qkv, None, None, 1e-6, position, angle.cos(), angle.sin(), k, v, slot,
-                        prefix, mask, 0.25)  # fmt: skip
+            for rows in (qkv, qkv.flip(0)):
+                assert_same(op, rows, None, None, 1e-6, position, angle.cos(), angle.sin(), k, v,
+                            slot, prefix, mask, 0.25)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_words_are_empty_again_after_every_kind_of_call(device: torch.device) -> None:
+    k, v = caches(device, torch.float32, 1, 16)
+    config = {"block_r": 16, "block_l": 16, "stages": 2, "num_warps": 2, "splits": 3, "wait": 1}
+    q = randn(device, torch.float32, 2, 4, 5, 16)
+    # a query that is not a number is answered, not waited for
+    q[0, 0] = float("nan")
+    slot, prefix = torch.tensor([1, 0], device=device), torch.tensor([50, 3], device=device)
+    with tuning.forced("tree_attention", config):
+        assert_same("tree_attention", q, k, v, slot, prefix, None, 0.25)
+    words = attention_combine.empty_words(device, attention_combine.NUM_WORDS)
+    assert bool((words.view(torch.int32) == attention_combine.EMPTY.value).all())
+
+
+def test_more_words_than_there_are_are_refused(device: torch.device) -> None:
+    k = torch.zeros(1, 70, 1, 16, device=device)
+    q = torch.zeros(600, 4, 5, 16, device=device)
+    where = torch.zeros(600, dtype=torch.int64, device=device)
+    config = {"block_r": 64, "block_l": 16, "stages": 2, "num_warps": 1, "splits": 4, "wait": 1}
+    with (
+        tuning.forced("tree_attention", config),
+        pytest.raises(ValueError, match=r"needs 5222400 words; there are 4194304"),
+    ):
+        TRITON.tree_attention(q, k, k, where, where, None, 0.25)
 
 
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "no-norm"])
@@ -219,6 +261,8 @@ def test_sizes_out_of_range_are_refused() -> None:
             torch.zeros(many, 8 * 16), None, None, 1e-6, torch.arange(many), angle, angle, k, k,
             slot, prefix, None, 1.0,
         )  # fmt: skip
+    with pytest.raises(ValueError, match=r"the scale must be positive, got -1\.0"):
+        TRITON.tree_attention(torch.zeros(1, 1, 2, 16), k, k, slot, prefix, None, -1.0)
     for ops in (REFERENCE, TRITON):
         with pytest.raises(ValueError, match="3 query heads are not a multiple of 2 key heads"):
             ops.tree_attention(torch.zeros(1, 1, 3, 16), k, k, slot, prefix, None, 1.0)

@@ -109,14 +109,15 @@ def linear_route_matrix_kernel(
         tl.store(base + pid_k * BLOCK_T * BLOCK_O + inner, acc, mask=shown)
         finish = last_to_arrive(counters + pid_o, SPLIT_K)
         if finish:
-            acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
-            for s in tl.static_range(SPLIT_K):
-                acc += tl.load(
-                    base + s * BLOCK_T * BLOCK_O + inner,
-                    mask=shown,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
+            # one load of all the parts: one after the other, each would change layout on its own
+            part = tl.arange(0, SPLIT_K)[:, None, None] * (BLOCK_T * BLOCK_O)
+            every = tl.load(
+                base + part + inner[None, :, :],
+                mask=shown[None, :, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            acc = tl.sum(every, axis=0)
     if finish:
         where = t[:, None] * OUT + o[None, :]
         if HAS_RESIDUAL:

@@ -183,7 +183,11 @@ def _throttling(records: "Sequence[Measurement]") -> Iterator[HealthFinding]:
 
 
 def _clocks(records: "Sequence[Measurement]") -> Iterator[HealthFinding]:
-    """Clocks that sink through a run, with or without heat."""
+    """Clocks that sink through a run, with or without heat.
+
+    A lower last third alone is common in clocks that jump (CPU governors, boost and idle): the
+    readings must also have a trend by the test that repeats are judged by.
+    """
     readings: dict[str, list[Health]] = {}
     for record in records:
         for health in record.health_after:
@@ -193,7 +197,7 @@ def _clocks(records: "Sequence[Measurement]") -> Iterator[HealthFinding]:
         if len(clocks) < _MIN_WATCHED:
             continue
         first, last = _thirds(clocks)
-        if last >= first * (1 - CLOCK_DROP):
+        if last >= first * (1 - CLOCK_DROP) or not _trend(clocks):
             continue
         heats = [health.temperature_c for health in row if health.temperature_c is not None]
         warmer = _thirds(heats)[1] - _thirds(heats)[0] if len(heats) >= _MIN_WATCHED else 0.0
@@ -206,6 +210,15 @@ def _clocks(records: "Sequence[Measurement]") -> Iterator[HealthFinding]:
             f"repeats to the last{heat}: later repeats are slower for that alone",
             "compare in turns only (`autotune compare`), or lock the clocks (nvidia-smi -lgc)",
         )
+
+
+def _trend(values: Sequence[float]) -> bool:
+    # here, because numpy takes longer to import than the rules on logs, which need none of it
+    import numpy as np
+
+    from autotune.patterns import drifts
+
+    return drifts(np.asarray(values, dtype=float))
 
 
 def _thirds(values: Sequence[float]) -> tuple[float, float]:

@@ -98,7 +98,8 @@ def is_bimodal(values: Array) -> bool:
 def _lag_one(values: Array) -> float:
     centred = values - values.mean()
     total = float(centred @ centred)
-    if total == 0:
+    # what rounding leaves of a perfect line is no correlation
+    if total < 1e-12 * (1.0 + float(values @ values)):
         return 0.0
     return min(0.95, float(centred[1:] @ centred[:-1]) / total)
 

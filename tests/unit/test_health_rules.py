@@ -3,6 +3,7 @@
 from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autotune.health import parse_gpu_query
@@ -145,3 +146,41 @@ def test_a_few_low_readings_among_working_ones_accuse_nobody() -> None:
     high = tuple(health.model_copy(update={"power_w": 400.0}) for health in low)
     records = [repeat(i, health_after=high if i else low) for i in range(4)]
     assert not list(watch_repeats(records))
+
+
+#: clocks of a healthy host: readings [n] in MHz
+_HEALTHY = {
+    "jitter-2-percent": lambda rng, n: 1900 * (1 + 0.02 * rng.standard_normal(n)),
+    "jitter-5-percent": lambda rng, n: 1900 * (1 + 0.05 * rng.standard_normal(n)),
+    "boost-and-idle": lambda rng, n: np.where(rng.random(n) < 0.3, 1410.0, 1980.0),
+    "cpu-governor": lambda rng, n: rng.uniform(800, 3500, n),
+}
+
+
+def _accused(clocks: np.ndarray) -> bool:
+    records = [
+        repeat(i, health_after=(Health(device="gpu0", clock_mhz=float(clock)),))
+        for i, clock in enumerate(clocks)
+    ]
+    return any(finding.id == "run-clock-drift" for finding in watch_repeats(records))
+
+
+@pytest.mark.parametrize("num_repeats", [6, 12, 30])
+@pytest.mark.parametrize("kind", _HEALTHY)
+def test_clocks_that_only_jump_are_hardly_ever_accused(kind: str, num_repeats: int) -> None:
+    rng = np.random.default_rng(3)
+    accused = sum(_accused(_HEALTHY[kind](rng, num_repeats)) for _ in range(200))
+    assert accused <= 5
+
+
+@pytest.mark.parametrize(("num_repeats", "at_least"), [(9, 70), (12, 90), (30, 98)])
+def test_clocks_that_sink_by_six_percent_are_found_under_jitter(
+    num_repeats: int, at_least: int
+) -> None:
+    rng = np.random.default_rng(4)
+    found = sum(
+        _accused(1900 * (1 + 0.01 * rng.standard_normal(num_repeats))
+                 * np.linspace(1, 0.94, num_repeats))
+        for _ in range(100)
+    )  # fmt: skip
+    assert found >= at_least

@@ -18,3 +18,10 @@ def test_a_drift_in_ten_thousand_repeats_is_seen_and_noise_is_not() -> None:
     noise = np.random.default_rng(0).normal(100.0, 5.0, 10_000)
     assert not drifts(noise)
     assert drifts(noise + np.linspace(0.0, 1.0, 10_000))
+
+
+@pytest.mark.parametrize("n", [6, 9, 30])
+def test_a_perfect_line_drifts(n: int) -> None:
+    # what rounding leaves of it correlates by itself
+    assert drifts(2000.0 - 20.0 * np.arange(n))
+    assert drifts(0.1 * np.arange(n))

@@ -58,8 +58,8 @@ def show_compared(found: Compared, screen: Console) -> None:
     )
     if found.ended.startswith("stopped"):
         screen.print(
-            "the pairs so far are kept; the same command starts a new comparison, and does not pool "
-            "it with this one: a test that is looked at, stopped and gone on with decides too often",
+            "the pairs so far are kept; the same command starts a new comparison and does not pool "
+            "it with this one: a test that is looked at, stopped and continued decides too often",
             soft_wrap=True,
         )
 

@@ -69,7 +69,7 @@ def judge(
             return Verdict(
                 kind="within noise",
                 text=f"Within noise: the two numbers differ by {_change(ratio.median)}, no more "
-                f"than two starts of one configuration commonly do ({_FLOOR_TEXT}).",
+                f"than {_usual(found)}.",
                 record_next=(lone,),
             )
         start = f"B is {_change(ratio.median)} against A (no interval: {lone})."
@@ -107,6 +107,13 @@ def judge(
         text=_join(f"{size}.", _unexplained(worths, together), odd),
         record_next=_next(a, b, missing),
     )
+
+
+def _usual(found: Measured) -> str:
+    """What two measurements of one configuration differ by."""
+    if found.noise_floor is not None and found.noise_floor > _START_TO_START:
+        return f"the A/A difference of the study ({100 * found.noise_floor:.1f} %)"
+    return f"two starts of one configuration commonly do ({_FLOOR_TEXT})"
 
 
 def _join(*sentences: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 from autotune.diff.compare import Comparison, compare
 from autotune.diff.render import to_json
 from autotune.diff.resolve import Resolver, same_file
+from autotune.diff.run import Run, Series
 from autotune.errors import UserError
 from autotune.foreign.detect import read_foreign
 from autotune.foreign.run import with_article
@@ -191,3 +192,27 @@ def test_logs_of_the_v0_engine_of_vllm_are_read(tmp_path: Path) -> None:
     # 2480 drafts, 5 a step: 496 verifies emitted 1904 tokens
     assert sample.accept_length == pytest.approx(1904 / 496)
     assert run.args["tensor_parallel_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("floor", "says"),
+    [(0.32, "the A/A difference of the study (32.0 %)"), (None, "commonly do (2 %)"),
+     (0.005, "commonly do (2 %)")],
+)  # fmt: skip
+def test_single_numbers_are_judged_by_the_floor_that_is_known(
+    floor: float | None, says: str
+) -> None:
+    series = [
+        Series(concurrency=1, definition="decode", tokens_per_s=values)
+        for values in ((100.0,), (101.5,))
+    ]
+    floors = {} if floor is None else {1: floor}
+    runs = [
+        Run(
+            label=name, kind="trial", facts={}, unknown={}, series=(one,), knobs={}, workload={},
+            noise_floors=floors,
+        )
+        for name, one in zip("ab", series, strict=True)
+    ]  # fmt: skip
+    verdict = compare(runs[0], runs[1]).verdict
+    assert (verdict.kind, says in verdict.text) == ("within noise", True)

@@ -1,11 +1,12 @@
 """Record every configuration of a study's space as a file that ``replay`` serves.
 
     python -m bench.record_grid --out DIR [--study studies/h200-grid.yaml] [--budget 180]
-        [--passes 3] [--p2p-disable]
+        [--passes 3] [--engines 12] [--p2p-disable]
 
-One engine per group (graphs, NCCL) is started and stays, so that a repeat of any configuration
-costs no start. A pass takes every configuration at every level once, over all groups in one random
-order; every second pass is the one before it backwards, so that a linear drift falls on all alike.
+A few engines per group (graphs, NCCL) are started and stay, so that a repeat of any configuration
+costs no start; they compile and capture beside each other, and measure one at a time. A pass takes
+every configuration at every level once, over all groups in one random order; every second pass is
+the one before it backwards, so that a linear drift falls on all alike.
 Repeats go through the engine backend, as a study's do (warm-up, output check, health, memory), and
 each is written when it is taken; the budget ends the run cleanly wherever it is.
 ``--p2p-disable`` sends NCCL through host memory, the stand-in for a PCIe host.
@@ -15,7 +16,6 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,25 +25,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.backends.base import BackendContext, BackendFailure, Group
-from autotune.backends.engine_args import group_mapping, resolve, study_prompts, visible_gpus
+from autotune.backends.base import BackendContext, Group
+from autotune.backends.engine_args import visible_gpus
 from autotune.backends.engine_backend import EngineBackend
 from autotune.backends.recording import Recorded, recorded_line
-from autotune.launch import speculation_mapping
 from autotune.schemas import Study
 from autotune.space import baseline_knobs, build_space
 from autotune.study_file import load_study
 from autotune.workloads import study_workloads
-from engine.api import Engine
-from engine.config import LaunchConfig, SpeculationConfig
-from engine.results import Request
 from model.spec import Knobs, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 #: seconds that are too few for another repeat, failures after which a configuration is left out
 _LEAST_S, _MOST_FAILURES = 3.0, 2
-#: processes that compile kernels side by side
-_WARM_PARTS = 14
 Cell = tuple[Knobs, int]
 
 
@@ -74,26 +68,39 @@ def passes(cells: Sequence[Cell], count: int, seed: int = 0) -> Iterator[tuple[i
 
 
 class Recorder:
-    """One backend per group, and the file that repeats go to."""
+    """Some engines per group, and the file that repeats go to.
 
-    def __init__(self, study: Study, folder: Path, path: Path, deadline_s: float) -> None:
+    A cell always runs on the same engine. Only one engine measures at a time; preparing (kernels,
+    graphs, the check of the output) is what they do beside each other.
+    """
+
+    def __init__(
+        self, study: Study, folder: Path, path: Path, deadline_s: float, engines: int = 1
+    ) -> None:
         self.path, self.deadline_s = path, deadline_s
         self.knobs, self.baseline = all_knobs(study)
         self.workloads: dict[int, Workload] = study_workloads(study)
-        self.backends: dict[Group, EngineBackend] = {}
-        self.taken: Counter[tuple[str, int]] = Counter()
+        self.taken: Counter[Cell] = Counter()
         self.failed: Counter[str] = Counter()
         self.order = 0
-        first = EngineBackend(context_of(study, folder, "group0"))
-        for knobs in self.knobs:
-            group = first.group(knobs)
-            if group not in self.backends:
-                number = len(self.backends)
-                backend = EngineBackend(context_of(study, folder, f"group{number}"))
-                if number:
+        self.first = EngineBackend(context_of(study, folder, "first"))
+        #: each engine with the group it opens
+        self.backends: list[tuple[EngineBackend, Group]] = []
+        self._engine_of: dict[Cell, EngineBackend] = {}
+        groups = list(dict.fromkeys(self.first.group(knobs) for knobs in self.knobs))
+        for group in groups:
+            cells = [cell for cell in self.cells() if self.first.group(cell[0]) == group]
+            # the first group compiles for all
+            parts = min(engines if group is groups[0] else -(-engines // 2), len(cells))
+            for part in range(parts):
+                backend = self.first
+                if self.backends:
+                    name = f"engine{len(self.backends)}"
+                    backend = EngineBackend(context_of(study, folder, name))
                     # plain decoding of the same prompts, whatever the group
-                    backend.share_references(next(iter(self.backends.values())))
-                self.backends[group] = backend
+                    backend.share_references(self.first)
+                self.backends.append((backend, group))
+                self._engine_of |= dict.fromkeys(cells[part::parts], backend)
 
     @property
     def left_s(self) -> float:
@@ -101,25 +108,32 @@ class Recorder:
         return self.deadline_s - time.monotonic()
 
     def open(self) -> None:
-        """Start all engines beside each other; a group that does not start is left out, said."""
+        """Start all engines beside each other; a group that does not start ends the recording."""
+        with ThreadPoolExecutor(len(self.backends)) as pool:
+            list(pool.map(lambda item: item[0].open(item[1]), self.backends))
 
-        def start(item: tuple[Group, EngineBackend]) -> str | None:
-            try:
-                item[1].open(item[0])
-            except BackendFailure as error:
-                return str(error)
-            return None
+    def prepare(self) -> None:
+        """Measure every cell once for nothing: kernels, graphs and the check of its output.
 
-        with ThreadPoolExecutor(4) as pool:
-            problems = list(pool.map(start, self.backends.items()))
-        for group, problem in zip(list(self.backends), problems, strict=True):
-            if problem is not None:
-                print(f"group {group.label()}: {problem}", flush=True)
-                del self.backends[group]
+        The baseline comes first, because outputs are compared with it; then the first group, whose
+        compiled kernels the others load.
+        """
+        for level in self.workloads:
+            self.first.measure(self.baseline, self.workloads[level], 0)
+        first_group = self.backends[0][1]
+        for firsts in (True, False):
+            chosen = [b for b, group in self.backends if (group == first_group) == firsts]
+            with ThreadPoolExecutor(max(len(chosen), 1)) as pool:
+                list(pool.map(self._prepare, chosen))
+
+    def _prepare(self, backend: EngineBackend) -> None:
+        for (knobs, level), mine in self._engine_of.items():
+            if mine is backend and self.left_s > _LEAST_S:
+                backend.measure(knobs, self.workloads[level], 0)
 
     def close(self) -> None:
         """Stop all engines."""
-        for backend in self.backends.values():
+        for backend, _ in self.backends:
             backend.close()
 
     def write(self, line: dict[str, Any]) -> None:
@@ -129,7 +143,7 @@ class Recorder:
 
     def provenance(self) -> None:
         """Where the numbers come from: the baseline's engine stands for all."""
-        found = next(iter(self.backends.values())).provenance()
+        found = self.first.provenance()
         if os.environ.get("AUTOTUNE_COMMIT"):
             found = found.model_copy(update={"commit": os.environ["AUTOTUNE_COMMIT"]})
         self.write({"kind": "provenance", "provenance": found.model_dump(mode="json")})
@@ -140,16 +154,15 @@ class Recorder:
 
     def take(self, knobs: Knobs, level: int) -> None:
         """One repeat; what did not run is in the file as well."""
-        backend = next(iter(self.backends.values()))
-        backend = self.backends.get(backend.group(knobs))  # type: ignore[assignment]
-        if backend is None or self.failed[knobs.id] >= _MOST_FAILURES:
+        if self.failed[knobs.id] >= _MOST_FAILURES:
             return
+        backend = self._engine_of[knobs, level]
         workload = self.workloads[level]
-        repeat = self.taken[knobs.id, level]
+        repeat = self.taken[knobs, level]
         measured = backend.measure(knobs, workload, repeat)
         measured = measured.model_copy(update={"order": self.order})
         self.order += 1
-        self.taken[knobs.id, level] += 1
+        self.taken[knobs, level] += 1
         if measured.failure is not None:
             self.failed[knobs.id] += 1
             print(f"{knobs.id} at {level}: {measured.failure.message[:200]}", flush=True)
@@ -163,48 +176,6 @@ def context_of(study: Study, folder: Path, name: str) -> BackendContext:
     )
 
 
-def warm(study_file: Path) -> None:
-    """Compile the kernels of all shapes in parallel processes, into Triton's cache."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "bench.record_grid", "--study", str(study_file), "--out", ".",
-             "--warm-part", str(part)],
-            cwd=ROOT, stderr=subprocess.PIPE, text=True,
-        )
-        for part in range(_WARM_PARTS)
-    ]  # fmt: skip
-    for number, process in enumerate(processes):
-        error = process.communicate()[1]
-        if process.returncode:
-            print(f"warm {number}: exit code {process.returncode}\n{error[-800:]}", flush=True)
-
-
-def warm_part(study: Study, part: int) -> None:
-    """One process of ``warm``: its share of the trees at every level, a few tokens each."""
-    context = context_of(study, ROOT, "warm")
-    pool, baseline = all_knobs(study)
-    mapping = group_mapping(study, resolve(context), dict(first_group(context, baseline).settings))
-    specs = {
-        SpeculationConfig.model_validate(speculation_mapping(k)).model_dump_json() for k in pool
-    }
-    ids = study_prompts(study, max(study.workload.concurrency)).token_ids
-    with Engine(LaunchConfig.model_validate(mapping)) as engine:
-        for text in sorted(specs)[part::_WARM_PARTS]:
-            speculation = SpeculationConfig.model_validate_json(text)
-            for level in study.workload.concurrency:
-                few = [
-                    Request(prompt_ids=i, max_new_tokens=6, ignore_eos=True) for i in ids[:level]
-                ]
-                engine.generate(few, speculation, concurrency=level)
-                if speculation.method == "off":
-                    engine.generate(few, speculation, concurrency=level, margins=True)
-
-
-def first_group(context: BackendContext, baseline: Knobs) -> Group:
-    """The group of the baseline."""
-    return EngineBackend(context).group(baseline)
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -213,28 +184,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=180.0, help="seconds, starts included")
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--p2p-disable", action="store_true", help="NCCL through host memory")
-    parser.add_argument("--warm-part", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--engines", type=int, default=12, help="of the first group; others half")
     args = parser.parse_args(argv)
     start_s = time.monotonic()
     if args.p2p_disable:
         os.environ["NCCL_P2P_DISABLE"] = "1"
     study = load_study(args.study).study
-    if args.warm_part is not None:
-        warm_part(study, args.warm_part)
-        return 0
     args.out.mkdir(parents=True, exist_ok=True)
-    if study.backend.args.get("device") == "cuda":
-        warm(args.study.resolve())
-        print(f"warm after {time.monotonic() - start_s:.0f} s", flush=True)
     path = args.out / f"{study.name}.jsonl"
-    recorder = Recorder(study, args.out / "logs", path, start_s + args.budget)
+    recorder = Recorder(study, args.out / "logs", path, start_s + args.budget, args.engines)
     try:
         recorder.open()
-        print(f"{len(recorder.backends)} engines after {time.monotonic() - start_s:.0f} s")
+        print(
+            f"{len(recorder.backends)} engines after {time.monotonic() - start_s:.0f} s", flush=True
+        )
+        recorder.prepare()
+        print(f"prepared after {time.monotonic() - start_s:.0f} s", flush=True)
         recorder.provenance()
-        # the baseline first: what others' outputs are compared with
-        for level in recorder.workloads:
-            recorder.take(recorder.baseline, level)
         for number, order in passes(recorder.cells(), args.passes):
             for knobs, level in order:
                 if recorder.left_s < _LEAST_S:
@@ -245,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
             )
     finally:
         recorder.close()
-    least = min((recorder.taken[k.id, level] for k, level in recorder.cells()), default=0)
+    least = min((recorder.taken[cell] for cell in recorder.cells()), default=0)
     print(f"{path}: {recorder.order} repeats of {len(recorder.knobs)} knobs, at least {least} each")
     return 0
 

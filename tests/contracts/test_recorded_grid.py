@@ -82,10 +82,12 @@ def test_a_recorded_space_is_searched_again_without_the_machine(
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "grid.jsonl"
     study = load_study(study_file(tmp_path, checkpoint)).study
-    recorder = Recorder(study, tmp_path / "logs", path, time.monotonic() + 250)
-    assert len(recorder.backends) == 2
+    recorder = Recorder(study, tmp_path / "logs", path, time.monotonic() + 250, engines=2)
+    # two of the baseline's group, one of the other
+    assert len(recorder.backends) == 3
     try:
         recorder.open()
+        recorder.prepare()
         recorder.provenance()
         for _, order in passes(recorder.cells(), 2):
             for knobs, level in order:

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -65,6 +65,37 @@ def used_mib() -> float:
     used = used_bytes(address())
     assert used is not None, "the driver's library does not tell the memory in use"
     return used / 2**20
+
+
+def own_context() -> None:
+    """Take this process's share of the first GPU now: it counts into every reading that follows."""
+    torch.empty(1, device="cuda:0")
+    torch.cuda.synchronize()
+
+
+def holders() -> set[int] | None:
+    """Processes that hold memory of a GPU by the driver; None where it lists none (containers)."""
+    done = subprocess.run(
+        ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = {int(line) for line in done.stdout.split() if line.isdigit()}
+    # this process has a context: a list without it is not one of our processes
+    return found if os.getpid() in found else None
+
+
+def lets_go(pids: Iterable[int], before_mib: float, patience_s: float = 10.0) -> bool:
+    """Whether ``pids`` hold no memory any more; by the memory in use where pids are not told."""
+    if holders() is None:
+        return settles_at(before_mib)
+    end = time.monotonic() + patience_s
+    while time.monotonic() < end:
+        if not set(pids) & (holders() or set()):
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def settles_at(mib: float, within_mib: float = 64.0, patience_s: float = 10.0) -> bool:

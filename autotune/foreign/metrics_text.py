@@ -26,8 +26,13 @@ def parse_metrics(lines: Iterable[str]) -> tuple[Table, int]:
         match = _LINE.match(line.strip())
         if match is None or line.startswith("#"):
             continue
+        try:
+            value = float(match[3])
+        except ValueError:
+            # a damaged line
+            continue
         labels = dict(_LABEL.findall(match[2] or ""))
-        table.setdefault(match[1], []).append((labels, float(match[3])))
+        table.setdefault(match[1], []).append((labels, value))
     return table, count
 
 

@@ -197,7 +197,11 @@ def _fields(line: str) -> dict[str, str]:
 
 def _time(line: str) -> datetime | None:
     match = _STAMP.match(line)
-    return None if match is None else datetime.fromisoformat(match[1])
+    try:
+        return None if match is None else datetime.fromisoformat(match[1])
+    except ValueError:
+        # a damaged line
+        return None
 
 
 def _number(text: str | None) -> float | None:

@@ -8,6 +8,7 @@ prefills and idle time.
 import ast
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -98,12 +99,16 @@ class _Reader:
         elif "LLM engine (v" in line and " with config: " in line and not self.config:
             self.config = keyword_values(line.split(" with config: ", 1)[1])
             self._mode(line)
+        # what is no number is a damaged line
         elif match := _RATE.search(line):
-            self._rate(match)
+            with suppress(ValueError):
+                self._rate(match)
         elif match := _SPEC.search(line):
-            self._spec(match)
+            with suppress(ValueError):
+                self._spec(match)
         elif match := _SPEC_V0.search(line):
-            self._spec_v0(match)
+            with suppress(ValueError):
+                self._spec_v0(match)
         else:
             self._other(line)
 

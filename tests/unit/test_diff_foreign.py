@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -216,3 +217,29 @@ def test_single_numbers_are_judged_by_the_floor_that_is_known(
     ]  # fmt: skip
     verdict = compare(runs[0], runs[1]).verdict
     assert (verdict.kind, says in verdict.text) == ("within noise", True)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DATA.iterdir() if "vllm" in path.name
+                                        or "sglang" in path.name))  # fmt: skip
+@pytest.mark.parametrize("seed", range(12))
+def test_damaged_files_are_read_or_refused_never_a_crash(
+    name: str, seed: int, tmp_path: Path
+) -> None:
+    chance = random.Random(seed)
+    data = bytearray((DATA / name).read_bytes())
+    if seed % 3 == 0:
+        data = data[chance.randrange(len(data)) :]
+    elif seed % 3 == 1:
+        data = data[: chance.randrange(1, len(data))]
+    for _ in range(len(data) // 40):
+        # digits and dots moved about break numbers and dates
+        data[chance.randrange(len(data))] = chance.choice(b'0123456789.:-+e \n{}"')
+    path = tmp_path / name
+    path.write_bytes(bytes(data))
+    resolver = Resolver(f"sqlite:///{tmp_path}/none.db")
+    try:
+        run = resolver.run(str(path))
+    except UserError:
+        # one line, as another test holds
+        return
+    to_json(compare(run, resolver.run(str(DATA / "sglang-baseline.log"))))

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from kernels.attention_combine import (
-    NUM_WORDS,
     add_up,
     empty_words,
     num_partial_words,
@@ -51,8 +50,8 @@ def attention_kernel(
     SPLITS: tl.constexpr, FOLD: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_NEW: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_WAIT: tl.constexpr,
-    WAITED: tl.constexpr, TOGETHER: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
-    STAGES: tl.constexpr, PREFETCH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    WAITED: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     R: tl.constexpr = N // G
     D: tl.constexpr = 2 * HALF
@@ -100,11 +99,7 @@ def attention_kernel(
     k_base = k_cache + slot * k_slot_stride + g * k_head_stride
     v_base = v_cache + slot * v_slot_stride + g * v_head_stride
     lines = tl.arange(0, BLOCK_L)
-    # the first rows are on their way while the queries are made ready
-    if EARLY:
-        k_a, k_b, v = cache_tile(
-            k_base, k_row_stride, v_base, v_row_stride, first + lines, limit, d, d_all, HALF
-        )
+    # the first rows are on their way into L2 while the queries are made ready
     if AHEAD > 0 and not INTERPRETED:
         LINE: tl.constexpr = 128 // (k_cache.dtype.element_ty.primitive_bitwidth // 8)
         piece = tl.arange(0, BLOCK_D // LINE if BLOCK_D >= LINE else 1) * LINE
@@ -129,26 +124,14 @@ def attention_kernel(
     total = tl.zeros([BLOCK_R], dtype=tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
     mask_rows = mask + token * J
-    if EARLY:
-        for start in tl.range(first, limit, BLOCK_L, num_stages=1):
-            seen = (start + lines < limit)[None, :]
-            top, total, acc = attend(
-                q_a, q_b, k_a, k_b, v, seen, top, total, acc, factor, PRECISION
-            )
-            k_a, k_b, v = cache_tile(
-                k_base, k_row_stride, v_base, v_row_stride, start + BLOCK_L + lines, limit,
-                d, d_all, HALF,
-            )  # fmt: skip
-    else:
-        for start in tl.range(first, limit, BLOCK_L, num_stages=STAGES):
-            line = start + lines
-            k_a, k_b, v = cache_tile(
-                k_base, k_row_stride, v_base, v_row_stride, line, limit, d, d_all, HALF
-            )
-            top, total, acc = attend(
-                q_a, q_b, k_a, k_b, v, (line < limit)[None, :], top, total, acc, factor,
-                PRECISION,
-            )  # fmt: skip
+    for start in tl.range(first, limit, BLOCK_L, num_stages=STAGES):
+        line = start + lines
+        k_a, k_b, v = cache_tile(
+            k_base, k_row_stride, v_base, v_row_stride, line, limit, d, d_all, HALF
+        )
+        top, total, acc = attend(
+            q_a, q_b, k_a, k_b, v, (line < limit)[None, :], top, total, acc, factor, PRECISION
+        )
     if OWN:
         for start in tl.range(tl.maximum(first, prefix), last, BLOCK_L, num_stages=STAGES):
             line = start + lines
@@ -239,46 +222,47 @@ def default_config(
     element_bytes: int,
     device: torch.device,
 ) -> Config:
-    """Enough parts to occupy the GPU at small batch, none too short to be worth adding up."""
-    block_r = min(64, pow2(rows, 16))
+    """Enough parts to occupy the GPU at small batch, none too short to be worth adding up.
+
+    As measured on an H200 at 1024 and 8192 rows (``bench/attention_variants.py``): where a block
+    has room for 16 parts and more, programs that wait add them up; fewer parts, and every part of
+    a large block, are cheaper for the last one.
+    """
     # a tile of keys or values of at most 16 KiB, so that every architecture has the shared memory
     block_l = min(64, max(16, 16384 // (pow2(head_size) * element_bytes)))
-    programs = groups * cdiv(rows, block_r)
-    splits = 1
-    while (
-        splits < 16
-        and programs * splits * 2 <= num_multiprocessors(device)
-        and splits * block_l < num_cache_rows
-    ):
-        splits *= 2
+    tiles = cdiv(num_cache_rows, block_l)
+    small = num_multiprocessors(device) // (groups * cdiv(rows, 16))
+    if min(small, tiles) >= 16:
+        return {"block_r": 16, "block_l": block_l, "splits": min(small, tiles, 20), "fold": 0,
+                "wait": 1, "ahead": 2, "stages": 3, "num_warps": 4}  # fmt: skip
+    block_r = min(64, pow2(rows, 16))
+    room = num_multiprocessors(device) // (groups * cdiv(rows, block_r))
+    splits = max(1, min(room, tiles, 6 if block_r <= 32 or tiles > 64 else 2))
     return {
         "block_r": block_r,
         "block_l": block_l,
         "splits": splits,
         # the new tokens in the last part, where parts are long or there is one
-        "fold": int(splits <= 2),
-        "wait": int(splits > 1 and num_partial_words(
-            programs * block_r, splits + 1, head_size) <= NUM_WORDS),
-        "early": int(block_r <= 32 and splits * block_l >= num_cache_rows),
+        "fold": int(splits <= 2 and block_r <= 32),
+        "wait": 0,
         "ahead": 2,
         "stages": 3 if block_r <= 32 else 2,
         "num_warps": 4,
-    }  # fmt: skip
+    }
 
 
-#: block_l, splits, fold, wait, early, ahead, stages, num_warps
+#: block_l, splits, fold, wait, ahead, stages, num_warps
 _CHOICES = (
-    (64, 16, 0, 1, 1, 0, 2, 4), (64, 8, 0, 1, 0, 2, 3, 4), (32, 32, 1, 1, 1, 0, 2, 4),
-    (64, 6, 0, 0, 0, 1, 3, 4), (64, 8, 0, 0, 0, 1, 3, 4), (64, 4, 0, 1, 0, 2, 3, 4),
-    (64, 4, 0, 0, 0, 2, 3, 4), (64, 4, 1, 0, 0, 4, 3, 4), (64, 2, 1, 0, 0, 6, 4, 4),
-    (64, 2, 1, 1, 0, 6, 4, 4), (128, 2, 1, 0, 0, 3, 3, 8), (64, 1, 1, 0, 0, 4, 4, 4),
-    (64, 2, 0, 1, 0, 2, 3, 4),
+    (64, 16, 0, 1, 1, 2, 4), (64, 20, 0, 1, 1, 2, 4), (64, 20, 0, 1, 2, 3, 4),
+    (64, 6, 0, 0, 1, 3, 4), (64, 4, 0, 0, 1, 3, 4), (64, 2, 0, 0, 1, 3, 4), (64, 4, 0, 0, 2, 3, 4),
+    (64, 2, 1, 0, 6, 4, 4), (128, 2, 1, 0, 3, 3, 8), (64, 1, 1, 0, 2, 3, 4), (64, 1, 1, 0, 4, 4, 4),
+    (64, 12, 0, 0, 1, 3, 4), (64, 16, 0, 1, 2, 3, 4),
 )  # fmt: skip
 
 
 def candidates(groups: int, rows: int) -> list[Config]:
     """What tuning tries."""
-    names = ("block_l", "splits", "fold", "wait", "early", "ahead", "stages", "num_warps")
+    names = ("block_l", "splits", "fold", "wait", "ahead", "stages", "num_warps")
     found: list[Config] = []
     for block_r in sorted({min(64, pow2(rows, 16)), min(16, pow2(rows, 16))}):
         programs = groups * cdiv(rows, block_r)
@@ -389,7 +373,6 @@ def launch_attention(
         BLOCK_R=block_r, BLOCK_L=config["block_l"], BLOCK_HALF=block_half,
         BLOCK_NEW=pow2(num_tokens, 16) if new is not None else 16, BLOCK_PARTS=pow2(parts),
         BLOCK_WAIT=block_wait, WAITED=waited, TOGETHER=8 if block_r * block_half <= 1024 else 4,
-        EARLY=bool(config.get("early", 0)), AHEAD=config.get("ahead", 1),
-        STAGES=config["stages"], PREFETCH=prefetch_mode, PRECISION="ieee", PDL=pdl,
-        launch_pdl=pdl, num_warps=config["num_warps"],
+        AHEAD=config.get("ahead", 1), STAGES=config["stages"], PREFETCH=prefetch_mode,
+        PRECISION="ieee", PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
     )  # fmt: skip

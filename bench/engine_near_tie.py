@@ -1,9 +1,10 @@
 """Stage ``near_tie`` of ``bench/engine.py``: exactness of speculation for the tiny trained model.
 
-In fp32 every output must equal plain decoding's. In bf16 plain decoding is compared with itself
-(another batch size, the exact model) for the size of its noise, and each speculation's outputs with
-it: a first difference must be within that noise and differences no more frequent than plain
-decoding's own (``autotune.backends.output_check``). Each difference is reported with its place.
+In fp32 every output must equal plain decoding's. In bf16 plain decoding is compared with the exact
+(fp32) model for the size of its noise, and each speculation's outputs with it: a first difference
+must be within that noise or what plain decoding does with the text before it as a prompt, and the
+others no more frequent than plain decoding's own (``autotune.backends.output_check``). Each
+difference is reported with its place.
 """
 
 import statistics
@@ -45,11 +46,8 @@ def stage_near_tie(emit: Emit) -> None:
     ):
         wrong = _exact_rows(emit, exact, asks)
         exact_run = exact.generate(asks, OFF, concurrency=AT_ONCE, margins=True).requests
-        plain, again = (
-            rounded.generate(asks, OFF, concurrency=n, margins=True).requests
-            for n in (AT_ONCE, AT_ONCE - 1)
-        )
-        noise = self_noise(_reference(plain), [_reference(exact_run), _reference(again)])
+        plain = rounded.generate(asks, OFF, concurrency=AT_ONCE, margins=True).requests
+        noise = self_noise(_reference(plain), [_reference(exact_run)])
         assert noise is not None
         _noise_row(emit, plain, exact_run, noise.epsilon)
         for name, spec in {"off, graphs": OFF, **KINDS}.items():

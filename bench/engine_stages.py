@@ -32,7 +32,12 @@ from bench.engine_rows import (
 from bench.engine_tiny import stage_diagnose, stage_fp32, stage_tiny
 from bench.engine_tp import stage_tp2, stage_tp2_one_gpu, stage_tp2spec
 from bench.engine_variants import stage_variants48
-from bench.engine_warm import stage_warm, stage_warm_near_tie, stage_warm_tiny
+from bench.engine_warm import (
+    stage_warm,
+    stage_warm_all,
+    stage_warm_near_tie,
+    stage_warm_tiny,
+)
 from engine.api import Engine
 from engine.errors import EngineError
 
@@ -126,6 +131,7 @@ def stage_q48eager(emit: Emit) -> None:
 STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     # name -> (stage, timeout in seconds)
     "warm": (stage_warm, 100),
+    "warm_all": (stage_warm_all, 120),
     "warm_tiny": (stage_warm_tiny, 120),
     "warm_near_tie": (stage_warm_near_tie, 60),
     "q8": (stage_q8, 90),

@@ -18,7 +18,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _HEAD = f"import sys; sys.path.insert(0, {str(_ROOT)!r})\nfrom engine.api import Engine\n"
 _SLICE = (
     "import bench.engine_rows as r\n"
-    "with Engine(r.config(4, 64, draft={{'weights': 'random'}})) as e:\n"
+    "with Engine(r.config(2, 64, draft={{'weights': 'random'}})) as e:\n"
     "    e.generate(r.requests({batch}, 6, 1), r.{spec}, concurrency={batch})\n"
 )
 _TINY = (
@@ -50,8 +50,12 @@ def _compile(emit: Emit, jobs: Mapping[str, str]) -> None:
 
 def stage_warm(emit: Emit) -> None:
     """The slices' kernels at every size, and the EAGLE-3 cycle's."""
-    sizes = [(1, "OFF"), (4, "OFF"), (16, "OFF"), (64, "OFF"), (1, "K3"), (4, "K3")]
-    _compile(emit, {f"{b} {spec}": _SLICE.format(batch=b, spec=spec) for b, spec in sizes})
+    _compile(emit, _slices())
+
+
+def stage_warm_all(emit: Emit) -> None:
+    """The slices', the whole model's and ``near_tie``'s, at once: for runs of all of them."""
+    _compile(emit, _slices() | _near_ties())
 
 
 def stage_warm_tiny(emit: Emit) -> None:
@@ -61,12 +65,20 @@ def stage_warm_tiny(emit: Emit) -> None:
 
 def stage_warm_near_tie(emit: Emit) -> None:
     """What the stage ``near_tie`` runs: both types at one load."""
-    jobs = {
+    _compile(emit, _near_ties())
+
+
+def _slices() -> dict[str, str]:
+    sizes = [(1, "OFF"), (4, "OFF"), (16, "OFF"), (64, "OFF"), (1, "K3"), (4, "K3")]
+    return {f"{b} {spec}": _SLICE.format(batch=b, spec=spec) for b, spec in sizes}
+
+
+def _near_ties() -> dict[str, str]:
+    return {
         f"{dtype} {kind}": _tiny(kind, dtype, (AT_ONCE,))
         for dtype in ("bfloat16", "float32")
         for kind in ("off", *KINDS)
     }
-    _compile(emit, jobs)
 
 
 def _tiny(kind: str, dtype: str, sizes: tuple[int, ...]) -> str:

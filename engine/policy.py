@@ -2,9 +2,9 @@
 
 Measured on an H200 (``bench/kernel_variants.py``, whole forward of 8 layers of Qwen3-30B-A3B, in
 microseconds): for one row the output projection and the router apart, with the small kernels
-launched early, take 526 (not early 532, joined 538); for 4 rows joined and early 963 (joined 968,
-apart 981); for 16 rows apart and early 1979 (not early 1991, joined 1986); for 64 rows nothing
-gains. ``AUTOTUNE_ROUTER`` (auto, joined, split) and ``AUTOTUNE_PDL`` (see ``kernels.launch``)
+launched early, take 522 (not early 530, joined 538); for 4 rows joined 965 (early 970, apart 973);
+for 16 rows joined 1963 (early 1977, apart 2043); for 64 rows nothing gains.
+``AUTOTUNE_ROUTER`` (auto, joined, split) and ``AUTOTUNE_PDL`` (see ``kernels.launch``)
 decide otherwise.
 """
 
@@ -31,10 +31,10 @@ class Policy:
 
 
 _APART = Policy(False, frozenset({"linear_add", "norm_route", "other"}))
-_JOINED = Policy(True, frozenset({"linear_route", "other"}))
+_JOINED = Policy(True, frozenset())
 _PLAIN = Policy(False, frozenset())
 #: rows up to which a policy holds
-_BY_ROWS = ((1, _APART), (8, _JOINED), (32, _APART))
+_BY_ROWS = ((1, _APART), (16, _JOINED))
 
 
 def choice(variable: str, choices: tuple[str, ...]) -> str:

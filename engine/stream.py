@@ -37,6 +37,8 @@ from engine.sequence import Sequence
 
 #: single cycles that are queued ahead of what has been read
 _AHEAD = 3
+#: cycles from which on a new batch size is worth its segments
+_WORTH_BUILDING = 64
 #: cycles in one order to the other ranks
 _LONGEST_ORDER = 16
 
@@ -88,7 +90,8 @@ class Stream:
         self._on_gpu = resident.device.type == "cuda"
         #: host buffers to use again: pinning memory takes longer than a cycle
         self._pinned: defaultdict[torch.Size, list[torch.Tensor]] = defaultdict(list)
-        self._widest = 0
+        #: batch sizes that cycles have run at
+        self._used: set[int] = set()
         self._longest = longest_path(self.speculation)
 
     def run(self) -> RunResult:
@@ -178,6 +181,20 @@ class Stream:
         # an order is worth its broadcast
         return max(1, min(safe, _LONGEST_ORDER, most))
 
+    def _batch_size(self) -> int:
+        """Rows that the next cycles run at.
+
+        Building segments of a new size takes as long as many cycles. The tail of a run, when its
+        last requests end one by one, is not worth that: it goes on at a size already used.
+        """
+        exact = bucket(len(self.active))
+        if self.waiting or self.resident.prepared(exact):
+            return exact
+        left = max(s.request.max_new_tokens - len(s.tokens) for s in self.active)
+        if left / self._tokens_per_cycle() >= _WORTH_BUILDING:
+            return exact
+        return min((rows for rows in self._used if rows > exact), default=exact)
+
     def _tokens_per_cycle(self) -> float:
         """Mean so far over the running requests; at first the least there can be."""
         if self.speculation.method == "off":
@@ -188,12 +205,13 @@ class Stream:
 
     def _issue(self, count: int) -> None:
         """Queue ``count`` cycles on every rank."""
-        num_rows = bucket(len(self.active))
+        num_rows = self._batch_size()
         if not self.resident.prepared(num_rows):
             self._drain()
             if not self.active:
                 return
-            num_rows = bucket(len(self.active))
+            num_rows = self._batch_size()
+        if not self.resident.prepared(num_rows):
             self.executor.order_resident(prepare_order(num_rows))
             self.resident.prepare(num_rows)
             self.beat()
@@ -202,7 +220,7 @@ class Stream:
         self.executor.order_resident(run_order(num_rows, count, plan_5B))
         if plan_5B is not None:
             self.resident.arrange(plan_5B)
-        self._widest = max(self._widest, num_rows)
+        self._used.add(num_rows)
         flies = self.resident.flies(num_rows)
         while count > 0:
             if flies and count >= FLIGHT and self.times.quiet() >= FLIGHT:
@@ -325,7 +343,7 @@ class Stream:
             path="resident",
             graphs=self.resident.report(),
             segments_ms=means_ms,
-            distinct_experts=self.resident.distinct_experts(self._widest),
+            distinct_experts=self.resident.distinct_experts(max(self._used, default=1)),
         )
 
 

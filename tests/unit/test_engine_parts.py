@@ -216,12 +216,12 @@ def test_random_weights_depend_on_name_and_seed_only() -> None:
     ("alone", "router", "rows", "joined", "early"),
     [
         pytest.param(True, None, 1, False, {"linear_add"}, id="one-row-apart-and-early"),
-        pytest.param(True, None, 4, True, {"linear_route"}, id="four-rows-joined"),
-        pytest.param(True, None, 16, False, {"linear_add"}, id="sixteen-apart"),
+        pytest.param(True, None, 4, True, set(), id="four-rows-joined"),
+        pytest.param(True, None, 16, True, set(), id="sixteen-joined"),
         pytest.param(True, None, 64, False, set(), id="many-rows-plain"),
-        pytest.param(True, "joined", 16, True, {"linear_add"}, id="joined-by-variable"),
-        pytest.param(True, "joined", 17, False, {"linear_add"}, id="more-than-it-serves"),
-        pytest.param(True, "split", 4, False, {"linear_route"}, id="split-by-variable"),
+        pytest.param(True, "joined", 1, True, {"linear_add"}, id="joined-by-variable"),
+        pytest.param(True, "joined", 17, False, set(), id="more-than-it-serves"),
+        pytest.param(True, "split", 4, False, set(), id="split-by-variable"),
         pytest.param(False, "joined", 4, False, set(), id="ranks-sum-in-between"),
     ],
 )

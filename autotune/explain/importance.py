@@ -25,6 +25,15 @@ _RIDGE = 1.0
 _NEGLIGIBLE = 0.01
 _MIN_KNOBS = 6
 _MIN_PER_VALUE = 2
+_ABSENT = "not there"
+_OF_SPECULATION = (
+    "speculation.steps",
+    "speculation.topk",
+    "speculation.draft_tokens",
+    "cuda_graph.draft",
+    "cuda_graph.verify",
+    "cuda_graph.extend",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +65,13 @@ def importances(
     names = [name for name, values in space.items() if len(values) > 1]
     usable = [(knobs, speed) for knobs, speed in measured if speed > 0]
     rows = [knobs.values() for knobs, _ in usable]
-    table = {name: [row.get(name) for row in rows] for name in names}
+    table = {name: [_value(row, name) for row in rows] for name in names}
     log_speed = np.log([speed for _, speed in usable]) if usable else np.zeros(0)
     found = []
     enough = len(usable) >= _MIN_KNOBS and float(np.ptp(log_speed)) > 0
     effects = _effects(table, log_speed) if enough else {}
     for name in names:
-        values = _levels(table[name])
+        values = tuple(v for v in _levels(table[name]) if v != _ABSENT)
         if name in inert:
             found.append(_without(name, "cannot matter", values, inert[name]))
         elif name not in effects:
@@ -118,8 +127,7 @@ def _effects(table: Mapping[str, Sequence[Scalar | None]], log_speed: Array) -> 
     order_FN = np.argsort(rng.random((_RESAMPLES, num)), axis=1)
     found = {}
     for name, (start, stop, values) in spans.items():
-        # knobs of a draft tree have no value where speculation is off: that is no effect of theirs
-        live = [i for i, value in enumerate(values) if not _absent(name, value)]
+        live = [i for i, value in enumerate(values) if value != _ABSENT]
         if len(live) < 2:
             continue
         index = [start + i for i in live]
@@ -208,10 +216,18 @@ def _without(
     )
 
 
-def _absent(name: str, value: Scalar | None) -> bool:
-    """A draft tree's knobs are 0 where speculation is off."""
-    tree = ("speculation.steps", "speculation.topk", "speculation.draft_tokens")
-    return name in tree and value == 0
+def _value(row: Mapping[str, Scalar | None], name: str) -> Scalar | None:
+    """A knob's value, ``_ABSENT`` where the knobs have nothing that it could set.
+
+    A draft tree and the graphs of its phases are not there without speculation, the graph of the
+    plain step not with it: their canonical values then are no choice, and no effect of theirs.
+    """
+    there = row["speculation.method"] != "off"
+    if name in _OF_SPECULATION and not there:
+        return _ABSENT
+    if name == "cuda_graph.decode" and there:
+        return _ABSENT
+    return row.get(name)
 
 
 def _levels(row: Sequence[Scalar | None]) -> tuple[Scalar | None, ...]:

@@ -222,9 +222,11 @@ def _nccl(explanation: "Explanation", screen: Console) -> None:
     screen.print(f"Why: {bound.why}.")
     for plan in bound.plans[1:]:
         screen.print(f"     {plan.what}: at {kib(plan.size_bytes)} NCCL runs {plan.text()}.")
+    captured = knobs.graph_decode if knobs.method == "off" else knobs.graph_verify
+    launches = "" if captured else ", with their share of the launches"
     all_reduce = "" if bound.measured_ms is None else f"; measured {number(bound.measured_ms)} ms"
     screen.print(
-        f"All-reduces of the target forward: predicted {interval_text(bound.now_ms)} ms"
+        f"All-reduces of the target forward{launches}: predicted {interval_text(bound.now_ms)} ms"
         f"{all_reduce}. {bound.num_settings} settings compared, {bound.num_inert} of them change "
         f"nothing; from the worst to the best: {interval_text(bound.swing_ms)} ms."
     )

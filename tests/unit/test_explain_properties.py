@@ -9,6 +9,7 @@ import pytest
 
 from autotune.explain.explanation import Explanation, explain
 from autotune.explain.gain import gains
+from autotune.explain.importance import importances
 from autotune.explain.plans import BOUND_CHOICES
 from autotune.explain.subject import Repeat, Subject
 from model.acceptance import AcceptanceModel
@@ -162,3 +163,25 @@ def test_chances_are_chances_and_break_even_agrees_with_the_lever(seed: int) -> 
     if off is not None and pays.cycle_source == pays.plain_source == "predicted":
         assert pays.margin.median == pytest.approx(1 / off.gain.ratio.median, rel=0.02)
         assert pays.probability == pytest.approx(1 - off.gain.probability, abs=0.02)
+
+
+def test_what_only_speculation_has_is_not_blamed_for_speculation() -> None:
+    """Every speculative knobs captured its draft; the baseline has none to capture."""
+    captured = {f"cuda_graph.{n}": True for n in ("decode", "draft", "verify", "extend")}
+    plain = Knobs.of({**captured, "speculation.method": "off"})
+    trees = [
+        Knobs.of({**captured, "speculation.method": "eagle3", "speculation.steps": steps,
+                  "speculation.topk": 1})
+        for steps in (1, 2, 3, 4, 5, 6)
+    ]  # fmt: skip
+    measured = [(plain, 50.0), *((knobs, 100.0 + knobs.steps) for knobs in trees)]
+    space: dict[str, tuple[Scalar, ...]] = {
+        "speculation.method": ("off", "eagle3"),
+        "cuda_graph.draft": (False, True),
+        "cuda_graph.verify": (False, True),
+    }
+    found = {item.knob: item for item in importances(measured, {}, 0.01, space)}
+    for name in ("cuda_graph.draft", "cuda_graph.verify"):
+        assert found[name].effect is None
+        assert found[name].reason == "measured with one value only"
+    assert found["speculation.method"].effect is not None

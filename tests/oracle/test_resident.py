@@ -352,3 +352,23 @@ def test_random_weights_route_the_tokens_of_a_sequence_apart(tmp_path: Path) -> 
     assert float(found.mean()) == pytest.approx(expected, rel=0.1)
     assert float(found[:, -1].mean()) == pytest.approx(expected, rel=0.15)
     assert len(set(run.requests[0].token_ids)) > 30
+
+
+@pytest.mark.parametrize(
+    ("longest", "built"),
+    [pytest.param(40, {4}, id="short-tail"), pytest.param(160, {4, 1}, id="long-tail")],
+)
+def test_only_a_long_tail_builds_a_smaller_batch(
+    local: Callable[..., Any], small_pair: Path, longest: int, built: set[int]
+) -> None:
+    engine = local(small_pair / "target", on_device=True, max_context=192, max_concurrency=3)
+    lengths = (8, 8, longest)
+    asks = [
+        Request(prompt_ids=(5, 6 + n), max_new_tokens=new, ignore_eos=True)
+        for n, new in enumerate(lengths)
+    ]
+    run = engine.runner.run(asks, OFF, concurrency=3)
+    names = [name for name in run.graphs if name.startswith("decode")]
+    assert {int(name.removeprefix("decode[B=").removesuffix("]")) for name in names} == built
+    alone = [engine.runner.run([ask], OFF, concurrency=1).requests[0].token_ids for ask in asks]
+    assert [r.token_ids for r in run.requests] == alone

@@ -178,7 +178,7 @@ def linear_route(
         "SIGMOID": score == "sigmoid", "RENORMALIZE": renormalize, "NUM_BLOCKS": blocks,
         "LAST": waiting_programs(device, min(num_tokens, blocks)),
         "BLOCK_O": block_o, "BLOCK_K": config["block_k"], "BLOCK_N": pow2(blocks),
-        "BLOCK_E": block_e, "BLOCK_TOP": pow2(top_k), "PDL": pdl,
+        "BLOCK_R": config["num_warps"], "BLOCK_E": block_e, "BLOCK_TOP": pow2(top_k), "PDL": pdl,
         "launch_pdl": pdl,
         "num_warps": config["num_warps"],
     }  # fmt: skip

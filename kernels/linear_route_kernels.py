@@ -23,7 +23,7 @@ def linear_route_vector_kernel(
     HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, LAST: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     o = pid * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -66,7 +66,8 @@ def linear_route_vector_kernel(
     tl.store(partial_squares + pid, tl.sum(wide * wide, axis=0))
     _choose_from_shares(
         partial_logits, partial_squares, counters, bias, norm_squares, out_weight, out_expert, OUT,
-        eps, scale, T, E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, NUM_BLOCKS, LAST, BLOCK_N, BLOCK_E,
+        eps, scale, T, E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, NUM_BLOCKS, LAST, BLOCK_N, BLOCK_R,
+        BLOCK_E,
         BLOCK_TOP,
     )  # fmt: skip
 
@@ -81,7 +82,7 @@ def linear_route_matrix_kernel(
     RENORMALIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, LAST: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     pid_o = tl.program_id(0)
@@ -134,7 +135,7 @@ def linear_route_matrix_kernel(
         _choose_from_shares(
             partial_logits, partial_squares, counters + NUM_BLOCKS, bias, norm_squares, out_weight,
             out_expert, OUT, eps, scale, T, E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, NUM_BLOCKS,
-            LAST, BLOCK_N, BLOCK_E, BLOCK_TOP,
+            LAST, BLOCK_N, BLOCK_R, BLOCK_E, BLOCK_TOP,
         )  # fmt: skip
 
 
@@ -144,7 +145,7 @@ def _choose_from_shares(
     scale,
     T: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, HAS_BIAS: tl.constexpr,
     SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, LAST: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr,
 ):  # fmt: skip
     turn = turn_among_last(counters, NUM_BLOCKS, LAST)
     if turn >= 0:
@@ -152,6 +153,6 @@ def _choose_from_shares(
             square = choose_one(
                 partial_logits + t * BLOCK_E, T * BLOCK_E, partial_squares + t, T, t, bias,
                 out_weight, out_expert, OUT, eps, scale, E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE,
-                NUM_BLOCKS, True, BLOCK_N, BLOCK_E, BLOCK_TOP,
+                NUM_BLOCKS, True, BLOCK_N, BLOCK_R, BLOCK_E, BLOCK_TOP,
             )  # fmt: skip
             tl.store(norm_squares + t, square)

@@ -162,7 +162,7 @@ def norm_route(
     flags = {
         "H": hidden, "E": num_experts, "K": top_k, "HAS_BIAS": bias_E is not None,
         "SIGMOID": score == "sigmoid", "RENORMALIZE": renormalize, "BLOCK_E": block_e,
-        "BLOCK_K": pow2(top_k), "PDL": pdl, "launch_pdl": pdl,
+        "BLOCK_K": pow2(top_k), "BLOCK_R": config["num_warps"], "PDL": pdl, "launch_pdl": pdl,
         "num_warps": config["num_warps"],
     }  # fmt: skip
     if config.get("rows"):

@@ -60,14 +60,16 @@ def choose_one(
     logits, logits_stride, squares, squares_stride, t, bias, out_weight, out_expert, H, eps, scale,
     E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Choose for token ``t``, whose logits and sum of squares are in ``PARTS`` parts.
+    """``choose`` for token ``t``, whose logits and sum of squares are in ``PARTS`` parts.
 
-    Returns the sum of squares.
+    Returns the sum of squares. ``BLOCK_R`` rows, one a warp, do the same. (Slower on an H200: an
+    expert's place as the number of better ones, all pairs compared at once.)
     """
     e = tl.arange(0, BLOCK_E)
     n = tl.arange(0, BLOCK_PARTS)
+    r = tl.arange(0, BLOCK_R)
     is_expert = e < E
     parts = tl.load(
         logits + n[:, None] * logits_stride + e[None, :],
@@ -83,58 +85,12 @@ def choose_one(
             axis=0,
         )
         total *= tl.rsqrt(square / H + eps)
-    if BLOCK_E <= 128:
-        _choose_by_place(
-            total, t, bias, out_weight, out_expert, scale, E, K, HAS_BIAS, SIGMOID, RENORMALIZE,
-            BLOCK_E,
-        )  # fmt: skip
-    else:
-        # too many pairs for the registers
-        row = tl.arange(0, 1)
-        choose(
-            total[None, :], t + row, row == 0, bias, out_weight, out_expert, scale, E, K, HAS_BIAS,
-            SIGMOID, RENORMALIZE, 1, BLOCK_E, BLOCK_K,
-        )  # fmt: skip
+    choose(
+        tl.zeros([BLOCK_R, BLOCK_E], dtype=tl.float32) + total[None, :], t + 0 * r, r == 0, bias,
+        out_weight, out_expert, scale, E, K, HAS_BIAS, SIGMOID, RENORMALIZE, BLOCK_R, BLOCK_E,
+        BLOCK_K,
+    )  # fmt: skip
     return square
-
-
-@triton.jit
-def _choose_by_place(
-    total, t, bias, out_weight, out_expert, scale,
-    E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """An expert's place is the number of better ones: all pairs are compared at once, where finding
-    one best after the other would take two reductions for each.
-    """
-    e = tl.arange(0, BLOCK_E)
-    is_expert = e < E
-    if SIGMOID:
-        score = 1.0 / (1.0 + tl.exp(-total))
-    else:
-        shifted = tl.where(is_expert, total, float("-inf"))
-        score = tl.exp(shifted - tl.max(shifted, axis=0))
-        if HAS_BIAS or not RENORMALIZE:
-            score = score / tl.sum(score, axis=0)
-    choice = score
-    if HAS_BIAS:
-        choice = score + tl.load(bias + e, mask=is_expert, other=0.0).to(tl.float32)
-    # as integers of the same order, so that NaN has a place too; the first one in a tie
-    key = choice.to(tl.int32, bitcast=True)
-    key = key ^ ((key >> 31) & 0x7FFFFFFF)
-    key = tl.where(is_expert, key, -2147483648)
-    # expert e and its rival f, each along an axis of its own
-    f = tl.arange(0, BLOCK_E)
-    mine = tl.expand_dims(key, 0)
-    rival = tl.expand_dims(key, 1)
-    better = (rival > mine) | ((rival == mine) & (f[:, None] < e[None, :]))
-    place = tl.sum(better.to(tl.int32), axis=0)
-    chosen = place < K
-    if RENORMALIZE:
-        score = score / tl.sum(tl.where(chosen, score, 0.0), axis=0)
-    where = t * K + place
-    tl.store(out_weight + where, score * scale, mask=chosen)
-    tl.store(out_expert + where, e.to(tl.int64), mask=chosen)
 
 
 @triton.jit
@@ -165,7 +121,7 @@ def norm_route_kernel(
     T, x_stride, weight_stride, eps, scale,
     H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
     SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, SPLIT: tl.constexpr,
-    LAST: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
+    LAST: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -215,7 +171,7 @@ def norm_route_kernel(
             choose_one(
                 base + r * BLOCK_E, BLOCK_T * BLOCK_E, base_squares + r, BLOCK_T,
                 block * BLOCK_T + r, bias, out_weight, out_expert, H, eps, scale, E, K, HAS_BIAS,
-                SIGMOID, RENORMALIZE, SPLIT, True, BLOCK_PARTS, BLOCK_E, BLOCK_K,
+                SIGMOID, RENORMALIZE, SPLIT, True, BLOCK_PARTS, BLOCK_R, BLOCK_E, BLOCK_K,
             )  # fmt: skip
 
 
@@ -225,7 +181,7 @@ def norm_route_rows_kernel(
     x_stride, weight_stride, eps, scale,
     T: tl.constexpr, H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
     SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, LAST: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
@@ -250,5 +206,5 @@ def norm_route_rows_kernel(
             choose_one(
                 logits + token * BLOCK_E, 0, logits, 0, token, bias, out_weight, out_expert, H,
                 eps, scale,
-                E, K, HAS_BIAS, SIGMOID, RENORMALIZE, 1, False, 1, BLOCK_E, BLOCK_K,
+                E, K, HAS_BIAS, SIGMOID, RENORMALIZE, 1, False, 1, BLOCK_R, BLOCK_E, BLOCK_K,
             )  # fmt: skip

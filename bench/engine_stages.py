@@ -44,7 +44,7 @@ from engine.errors import EngineError
 
 def stage_q8(emit: Emit) -> None:
     """8 layers, the issue's four sizes."""
-    plain_rows(emit, 8, (1, 4, 16, 64), 3, "8 layers")
+    plain_rows(emit, 8, (1, 4, 16, 64), 2, "8 layers")
 
 
 def stage_q8fused(emit: Emit) -> None:

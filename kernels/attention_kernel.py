@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention_combine import (
+    NUM_WORDS,
     add_up,
     empty_words,
     num_partial_words,
@@ -337,7 +338,8 @@ def launch_attention(
     if parts > 1:
         num_partials = num_parts * block_r
         num_words = num_partial_words(num_groups * block_r, parts, head_size)
-        if config.get("wait", 0):
+        # more parts than the buffer holds are added up by the last one to finish
+        if config.get("wait", 0) and num_words <= NUM_WORDS:
             block_wait = rows_each(
                 num_groups, waited, pow2(parts) * 2 * block_half, config["num_warps"], device
             )

@@ -57,14 +57,17 @@ def estimate(kernel: str, blocks: Mapping[str, int], element_bytes: int) -> int:
         return _matrix(*sizes, stages, element_bytes, swapped)
     if kernel == "attention_kernel":
         head = 2 * blocks["BLOCK_HALF"]
-        return _attention(blocks["BLOCK_R"], blocks["BLOCK_L"], head, stages, element_bytes)
+        lines = max(stages - 1, 1) * blocks["BLOCK_L"]
+        # the new tokens' keys and values are a tile of their own, after the cache's
+        lines = max(lines, blocks.get("BLOCK_NEW", 0))
+        return _attention(blocks["BLOCK_R"], blocks["BLOCK_L"], lines, head, element_bytes)
     return _PLAIN_BYTES
 
 
-def _attention(rows: int, lines: int, head: int, stages: int, element_bytes: int) -> int:
-    cache_tiles = max(stages - 1, 1) * 2 * lines * head * element_bytes
-    query_and_scores = rows * (head + lines) * element_bytes
-    return cache_tiles + query_and_scores + 8 * rows * lines + _SLACK_BYTES
+def _attention(rows: int, tile: int, lines: int, head: int, element_bytes: int) -> int:
+    cache_tiles = 2 * lines * head * element_bytes
+    query_and_scores = rows * (head + tile) * element_bytes
+    return cache_tiles + query_and_scores + 8 * rows * tile + _SLACK_BYTES
 
 
 def estimated_shared_bytes(

@@ -166,11 +166,10 @@ def linear_route(
     arguments = (
         x_TK, weight_OK, x_TK if residual_TO is None else residual_TO, out_TO, norm_weight_O,
         router_EO, x_TK if bias_E is None else bias_E, weighted_TO, squares_NT, weight_TK,
-        expert_TK,
-        partial, torch.empty(blocks * num_tokens * block_e, **fp32),
+        expert_TK, partial, torch.empty(blocks * num_tokens * block_e, **fp32),
         torch.empty(blocks * num_tokens, **fp32), arrival_counters(device, blocks + 2),
-        num_outputs, x_TK.stride(0), weight_OK.stride(0), router_EO.stride(0),
-        eps, scale,
+        num_outputs, x_TK.stride(0), weight_OK.stride(0), router_EO.stride(0), eps,
+        scale,
     )  # fmt: skip
     flags = {
         "T": num_tokens, "K": num_inputs, "E": num_experts, "TOP": top_k,
@@ -179,8 +178,7 @@ def linear_route(
         "LAST": waiting_programs(device, min(num_tokens, blocks)),
         "BLOCK_O": block_o, "BLOCK_K": config["block_k"], "BLOCK_N": pow2(blocks),
         "BLOCK_R": config["num_warps"], "BLOCK_E": block_e, "BLOCK_TOP": pow2(top_k), "PDL": pdl,
-        "launch_pdl": pdl,
-        "num_warps": config["num_warps"],
+        "launch_pdl": pdl, "num_warps": config["num_warps"],
     }  # fmt: skip
     if config["vector"]:
         require(num_tokens == 1, f"linear_route: the vector kernel takes 1 token, got {num_tokens}")

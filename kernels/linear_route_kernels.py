@@ -67,8 +67,7 @@ def linear_route_vector_kernel(
     _choose_from_shares(
         partial_logits, partial_squares, counters, bias, norm_squares, out_weight, out_expert, OUT,
         eps, scale, T, E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, NUM_BLOCKS, LAST, BLOCK_N, BLOCK_R,
-        BLOCK_E,
-        BLOCK_TOP,
+        BLOCK_E, BLOCK_TOP,
     )  # fmt: skip
 
 

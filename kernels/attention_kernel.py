@@ -31,7 +31,6 @@ from kernels.launch import (
     pow2,
     require,
 )
-from kernels.prefetch import prefetch_arguments, prefetch_share
 from kernels.tuning import Config, config_for
 
 #: exp(x) = exp2(LOG2_E x)
@@ -42,7 +41,7 @@ LOG2_E = 1.4426950408889634
 def attention_kernel(
     q, k_cache, v_cache, slots, prefixes, mask, out,
     q_gain, k_gain, cos, sin, positions,
-    partial_o, partial_m, partial_l, counters, ahead, ahead_bytes,
+    partial_o, partial_m, partial_l, counters,
     factor, eps, q_stride, k_offset, v_offset,
     k_slot_stride, k_row_stride, k_head_stride, v_slot_stride, v_row_stride, v_head_stride, J,
     num_parts,
@@ -52,7 +51,7 @@ def attention_kernel(
     BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_NEW: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_WAIT: tl.constexpr,
     WAITED: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     R: tl.constexpr = N // G
     D: tl.constexpr = 2 * HALF
@@ -110,9 +109,6 @@ def attention_kernel(
             near = near.to(tl.int64)[:, None]
             prefetch_l2(k_base + near * k_row_stride + piece, True)
             prefetch_l2(v_base + near * v_row_stride + piece, True)
-    if PREFETCH:
-        # the next kernel's weight: after the cache's rows, which are waited for
-        prefetch_share(ahead, ahead_bytes, number, num_parts, PREFETCH)
     dtype: tl.constexpr = k_cache.dtype.element_ty
     if NEW:
         q_a, q_b = rotated(
@@ -289,12 +285,8 @@ def launch_attention(
     num_heads: int,
     out: torch.Tensor,
     new: NewTokens | None,
-    prefetch: torch.Tensor | None = None,
 ) -> None:
-    """Check sizes, choose the configuration, launch. P = B * T rows of q (or of q, k and v).
-
-    ``prefetch`` is a weight to bring into L2 meanwhile (see ``kernels.prefetch``).
-    """
+    """Check sizes, choose the configuration, launch. P = B * T rows of q (or of q, k and v)."""
     num_rows_of_cache, num_kv_heads, head_size = k_cache_SCGD.shape[1:]
     require(head_size % 2 == 0, f"{op}: the head size must be even, got {head_size}")
     require(head_size <= 256, f"{op}: the head size must be at most 256, got {head_size}")
@@ -356,7 +348,6 @@ def launch_attention(
     num_own = mask_BTJ.shape[2] if mask_BTJ is not None else num_tokens
     has_norm = new is not None and new.q_gain is not None
     pdl = pdl_for(device)
-    ahead, ahead_bytes, prefetch_mode = prefetch_arguments(prefetch, q_PX)
     launch(
         attention_kernel, (num_parts + waiting,),
         q_PX, k_cache_SCGD, v_cache_SCGD, slot_B, prefix_B, mask, out,
@@ -365,7 +356,7 @@ def launch_attention(
         new.cos if new is not None else q_PX,
         new.sin if new is not None else q_PX,
         new.positions if new is not None else slot_B,
-        partial_o, partial_m, partial_l, counters, ahead, ahead_bytes,
+        partial_o, partial_m, partial_l, counters,
         scale * LOG2_E, new.eps if new is not None else 0.0, q_PX.stride(0),
         num_heads * head_size, (num_heads + num_kv_heads) * head_size,
         *k_cache_SCGD.stride()[:3], *v_cache_SCGD.stride()[:3], num_own, num_parts,
@@ -375,6 +366,6 @@ def launch_attention(
         BLOCK_R=block_r, BLOCK_L=config["block_l"], BLOCK_HALF=block_half,
         BLOCK_NEW=pow2(num_tokens, 16) if new is not None else 16, BLOCK_PARTS=pow2(parts),
         BLOCK_WAIT=block_wait, WAITED=waited, TOGETHER=8 if block_r * block_half <= 1024 else 4,
-        AHEAD=config.get("ahead", 1), STAGES=config["stages"], PREFETCH=prefetch_mode,
+        AHEAD=config.get("ahead", 1), STAGES=config["stages"],
         PRECISION="ieee", PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
     )  # fmt: skip

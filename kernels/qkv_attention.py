@@ -30,14 +30,11 @@ def qkv_attention_ref(
     prefix_B: torch.Tensor,
     mask_BTJ: torch.Tensor | None,
     scale: float,
-    *,
-    prefetch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Split, normalise and rotate, store the new keys and values, attend; returns ``o_PY``.
 
     ``qkv_PX`` holds N query, G key and G value heads a row (X = (N + 2G) D, Y = N D). The new
-    rows go to prefix_b + J - T and on. T is at most 64. ``prefetch`` is what the kernel
-    brings into L2 meanwhile (the next projection's weight); it changes no result.
+    rows go to prefix_b + J - T and on. T is at most 64.
     """
     num_rows, num_kv_heads, head_size = qkv_PX.shape[0], *k_cache_SCGD.shape[2:]
     num_heads = qkv_PX.shape[1] // head_size - 2 * num_kv_heads
@@ -78,8 +75,6 @@ def qkv_attention(
     prefix_B: torch.Tensor,
     mask_BTJ: torch.Tensor | None,
     scale: float,
-    *,
-    prefetch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As ``qkv_attention_ref``, one kernel."""
     num_rows, num_kv_heads, head_size = qkv_PX.shape[0], *k_cache_SCGD.shape[2:]
@@ -122,6 +117,5 @@ def qkv_attention(
             q_gain=q_weight_D, k_gain=k_weight_D, eps=eps, positions=position_P.contiguous(),
             cos=cos_LD, sin=sin_LD,
         ),
-        prefetch=prefetch,
     )  # fmt: skip
     return out_PY

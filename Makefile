@@ -16,6 +16,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q -c constraints.txt 'torch==2.13.0'
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,humaneval]'
+	# else a shell with PYTHONDONTWRITEBYTECODE set compiles every module at every start
+	$(BIN)/python -m compileall -q autotune engine kernels model
 	@touch $@
 
 demo: install

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 from explain_database import add_trial, make_study
+from sqlalchemy import insert
 
 from autotune.records import Measurement
 from autotune.space import build_space
 from autotune.store import codec
-from autotune.store.tables import MeasurementRow, TrialRow
+from autotune.store.session import new_id
+from autotune.store.tables import MEASUREMENT, TRIAL
 from autotune.study_file import load_study
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +32,7 @@ def wide_database(folder: Path, num_trials: int, repeats: int) -> str:
     order = 100
     with made.store.write() as session:
         for index, knobs in enumerate(space.sample(num_trials, 0)):
-            row = TrialRow(
+            row = insert(TRIAL).values(
                 study_id=made.view.id,
                 number=index + 1,
                 claim=f"wide:{index}",
@@ -44,16 +46,15 @@ def wide_database(folder: Path, num_trials: int, repeats: int) -> str:
                 started=began + timedelta(seconds=index),
                 ended=began + timedelta(seconds=index + 1),
             )
-            session.add(row)
-            session.flush()
+            trial = new_id(session.execute(row))
             speed = 100.0 * float(np.exp(rng.normal(0, 0.3)))
             for repeat in range(repeats):
                 order += 1
                 record = _record(template, knobs.id, index + 1, repeat, order, speed, rng)
-                session.add(
-                    MeasurementRow(
+                session.execute(
+                    insert(MEASUREMENT).values(
                         study_id=made.view.id,
-                        trial_id=row.id,
+                        trial_id=trial,
                         record=record.model_dump(mode="json"),
                         failure_kind=None,
                         **{

@@ -25,7 +25,7 @@ from autotune.foreign.detect import read_foreign
 from autotune.foreign.run import ForeignRun, Sample, with_article
 from autotune.records import Health
 from autotune.store.store import Store
-from autotune.store.tables import MeasurementRow
+from autotune.store.tables import MEASUREMENT
 from autotune.store.views import TrialView
 from autotune.yaml_source import read_yaml
 from model.spec import Scalar
@@ -196,9 +196,9 @@ def trial_run(context: StudyContext, trial: TrialView) -> Run:
 def _health(context: StudyContext, trial: TrialView) -> dict[str, str]:
     """Health during the trial's repeats, in place of that at its start."""
     query = (
-        select(MeasurementRow.record)
-        .where(MeasurementRow.trial_id == trial.id, MeasurementRow.repeat >= 0)
-        .order_by(MeasurementRow.order.desc())
+        select(MEASUREMENT.c.record)
+        .where(MEASUREMENT.c.trial_id == trial.id, MEASUREMENT.c.repeat >= 0)
+        .order_by(MEASUREMENT.c.order.desc())
         .limit(20)
     )
     with context.store.reading() as session:

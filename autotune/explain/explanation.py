@@ -13,7 +13,7 @@ from autotune.explain.levers import Headroom, Lever, headroom, levers
 from autotune.explain.plans import NcclBound, nccl_bound
 from autotune.explain.subject import StudyContext, Subject, pooled_counts
 from autotune.explain.terms import TermRow, term_rows
-from autotune.store.tables import MeasurementRow
+from autotune.store.tables import MEASUREMENT
 from model.draws import interval
 from model.spec import Inert, Interval, Knobs, Prediction, Scalar, Workload
 from model.whatif import break_even, speedups
@@ -129,13 +129,13 @@ def _space(context: StudyContext) -> dict[str, tuple[Scalar | None, ...]]:
 def measured_speeds(context: StudyContext, concurrency: int) -> dict[str, tuple[int, float, Knobs]]:
     """knobs id -> (trial, median tokens/s, knobs) of what a study measured at a level."""
     query = select(
-        MeasurementRow.trial_id, MeasurementRow.knobs_id, MeasurementRow.tokens_per_s
+        MEASUREMENT.c.trial_id, MEASUREMENT.c.knobs_id, MEASUREMENT.c.tokens_per_s
     ).where(
-        MeasurementRow.study_id == context.view.id,
-        MeasurementRow.concurrency == concurrency,
-        MeasurementRow.repeat >= 0,
-        MeasurementRow.failure_kind.is_(None),
-        MeasurementRow.tokens_per_s.is_not(None),
+        MEASUREMENT.c.study_id == context.view.id,
+        MEASUREMENT.c.concurrency == concurrency,
+        MEASUREMENT.c.repeat >= 0,
+        MEASUREMENT.c.failure_kind.is_(None),
+        MEASUREMENT.c.tokens_per_s.is_not(None),
     )
     trials = {trial.id: trial for trial in context.trials if trial.state != "failed"}
     values: dict[str, list[float]] = {}

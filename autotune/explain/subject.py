@@ -14,7 +14,7 @@ from autotune.records import Acceptance
 from autotune.schemas import Study
 from autotune.store import codec
 from autotune.store.store import Store
-from autotune.store.tables import CalibrationRow, MeasurementRow, PredictionRow
+from autotune.store.tables import CALIBRATION, MEASUREMENT, PREDICTION
 from autotune.store.views import StudyView, TrialView
 from autotune.study_file import parse_study
 from model.acceptance import AcceptanceModel
@@ -149,13 +149,13 @@ def study_predictor(study: Study, machine: Machine) -> Predictor:
 def repeats_of(store: Store, trial_ids: Sequence[int]) -> list[Repeat]:
     """Valid repeats of some trials in the order taken, warm-up left out."""
     query = (
-        select(MeasurementRow.record)
+        select(MEASUREMENT.c.record)
         .where(
-            MeasurementRow.trial_id.in_(trial_ids),
-            MeasurementRow.repeat >= 0,
-            MeasurementRow.failure_kind.is_(None),
+            MEASUREMENT.c.trial_id.in_(trial_ids),
+            MEASUREMENT.c.repeat >= 0,
+            MEASUREMENT.c.failure_kind.is_(None),
         )
-        .order_by(MeasurementRow.order)
+        .order_by(MEASUREMENT.c.order)
     )
     with store.reading() as session:
         return [_repeat(record) for record in session.scalars(query)]
@@ -163,12 +163,10 @@ def repeats_of(store: Store, trial_ids: Sequence[int]) -> list[Repeat]:
 
 def stored_predictions(store: Store, trial: TrialView) -> dict[int, Prediction]:
     """Concurrency -> what was predicted before the trial was measured."""
-    query = (
-        select(PredictionRow).where(PredictionRow.trial_id == trial.id).order_by(PredictionRow.id)
-    )
+    query = select(PREDICTION).where(PREDICTION.c.trial_id == trial.id).order_by(PREDICTION.c.id)
     found: dict[int, Prediction] = {}
     with store.reading() as session:
-        for row in session.scalars(query):
+        for row in session.execute(query):
             prediction = codec.prediction_from_json(trial.knobs, row.record)
             found.setdefault(row.concurrency, prediction)
     return found
@@ -180,9 +178,9 @@ def _calibration(
     """The newest calibration of a study (else the priors), and what to know of it."""
     study_id = view.id
     query = (
-        select(CalibrationRow.record)
-        .where(CalibrationRow.study_id == study_id)
-        .order_by(CalibrationRow.id.desc())
+        select(CALIBRATION.c.record)
+        .where(CALIBRATION.c.study_id == study_id)
+        .order_by(CALIBRATION.c.id.desc())
         .limit(1)
     )
     with store.reading() as session:
@@ -227,18 +225,16 @@ def _counts(store: Store, study_id: int, trials: Sequence[TrialView]) -> list[Ac
     if not speculative:
         return []
     first = (
-        select(func.min(MeasurementRow.id))
+        select(func.min(MEASUREMENT.c.id))
         .where(
-            MeasurementRow.study_id == study_id,
-            MeasurementRow.repeat >= 0,
-            MeasurementRow.failure_kind.is_(None),
-            MeasurementRow.accept_length > 1.0,
+            MEASUREMENT.c.study_id == study_id,
+            MEASUREMENT.c.repeat >= 0,
+            MEASUREMENT.c.failure_kind.is_(None),
+            MEASUREMENT.c.accept_length > 1.0,
         )
-        .group_by(MeasurementRow.trial_id, MeasurementRow.concurrency)
+        .group_by(MEASUREMENT.c.trial_id, MEASUREMENT.c.concurrency)
     )
-    query = select(MeasurementRow.trial_id, MeasurementRow.record).where(
-        MeasurementRow.id.in_(first)
-    )
+    query = select(MEASUREMENT.c.trial_id, MEASUREMENT.c.record).where(MEASUREMENT.c.id.in_(first))
     sums: dict[tuple[int, int, int], list[Acceptance]] = {}
     with store.reading() as session:
         for trial_id, record in session.execute(query):

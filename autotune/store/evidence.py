@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from sqlalchemy import func, select, update
+from sqlalchemy import Insert, func, insert, select, update
 
 from autotune.errors import AutotuneError
 from autotune.records import Failure, Measurement, Provenance
 from autotune.store import codec
-from autotune.store.session import Sessions
+from autotune.store.session import Sessions, new_id
 from autotune.store.tables import (
-    FailureRow,
-    MeasurementRow,
-    PredictionRow,
-    ProvenanceRow,
-    TrialRow,
+    FAILURE,
+    MEASUREMENT,
+    PREDICTION,
+    PROVENANCE,
+    TRIAL,
 )
 from autotune.store.views import RepeatView, StoredFailure
 from model.spec import Prediction
@@ -35,8 +35,8 @@ class EvidenceQueries(Sessions):
     def add_prediction(self, trial_id: int, prediction: Prediction) -> None:
         """Keep what is expected of a trial at one concurrency."""
         with self.write() as session:
-            session.add(
-                PredictionRow(
+            session.execute(
+                insert(PREDICTION).values(
                     trial_id=trial_id,
                     concurrency=prediction.workload.concurrency,
                     stored=datetime.now(UTC),
@@ -49,18 +49,18 @@ class EvidenceQueries(Sessions):
     def predictions(self, study_id: int) -> dict[int, dict[int, Prediction]]:
         """trial id -> concurrency -> what was predicted first."""
         query = (
-            select(PredictionRow, TrialRow.knobs)
-            .join(TrialRow, TrialRow.id == PredictionRow.trial_id)
-            .where(TrialRow.study_id == study_id)
-            .order_by(PredictionRow.id)
+            select(PREDICTION, TRIAL.c.knobs)
+            .join(TRIAL, TRIAL.c.id == PREDICTION.c.trial_id)
+            .where(TRIAL.c.study_id == study_id)
+            .order_by(PREDICTION.c.id)
         )
         found: dict[int, dict[int, Prediction]] = {}
         with self.reading() as session:
-            for row, knobs in session.execute(query):
+            for row in session.execute(query):
                 levels = found.setdefault(row.trial_id, {})
                 if row.concurrency not in levels:
                     prediction = codec.prediction_from_json(
-                        codec.knobs_from_json(knobs), row.record
+                        codec.knobs_from_json(row.knobs), row.record
                     )
                     levels[row.concurrency] = prediction
         return found
@@ -72,25 +72,23 @@ class EvidenceQueries(Sessions):
 
         def commit() -> Measurement:
             with self.write() as session:
-                last = select(func.max(MeasurementRow.order)).where(
-                    MeasurementRow.study_id == study_id
+                last = select(func.max(MEASUREMENT.c.order)).where(
+                    MEASUREMENT.c.study_id == study_id
                 )
                 newest = session.scalar(last)
                 placed = measurement.model_copy(
                     update={"order": 0 if newest is None else newest + 1}
                 )
-                session.add(_measurement_row(study_id, trial_id, placed))
+                session.execute(_measurement_row(study_id, trial_id, placed))
                 return placed
 
         return _patiently(commit)
 
     def repeats(self, study_id: int) -> list[RepeatView]:
         """The numbers of every repeat in the order taken, warm-up included; reads no JSON."""
-        columns = [getattr(MeasurementRow, name) for name in RepeatView.__dataclass_fields__]
+        columns = [MEASUREMENT.c[name] for name in RepeatView.__dataclass_fields__]
         query = (
-            select(*columns)
-            .where(MeasurementRow.study_id == study_id)
-            .order_by(MeasurementRow.order)
+            select(*columns).where(MEASUREMENT.c.study_id == study_id).order_by(MEASUREMENT.c.order)
         )
         with self.reading() as session:
             return [RepeatView(**row._mapping) for row in session.execute(query)]
@@ -98,9 +96,9 @@ class EvidenceQueries(Sessions):
     def measurements(self, trial_ids: Sequence[int]) -> list[Measurement]:
         """Whole records of the repeats of some trials, in the order taken."""
         query = (
-            select(MeasurementRow.record)
-            .where(MeasurementRow.trial_id.in_(trial_ids))
-            .order_by(MeasurementRow.order)
+            select(MEASUREMENT.c.record)
+            .where(MEASUREMENT.c.trial_id.in_(trial_ids))
+            .order_by(MEASUREMENT.c.order)
         )
         with self.reading() as session:
             return [Measurement.model_validate(record) for record in session.scalars(query)]
@@ -108,15 +106,15 @@ class EvidenceQueries(Sessions):
     def failures(self, study_id: int) -> list[StoredFailure]:
         """Why trials failed, in the order it happened."""
         query = (
-            select(FailureRow)
-            .join(TrialRow, TrialRow.id == FailureRow.trial_id)
-            .where(TrialRow.study_id == study_id)
-            .order_by(FailureRow.id)
+            select(FAILURE)
+            .join(TRIAL, TRIAL.c.id == FAILURE.c.trial_id)
+            .where(TRIAL.c.study_id == study_id)
+            .order_by(FAILURE.c.id)
         )
         with self.reading() as session:
             return [
                 StoredFailure(row.trial_id, Failure.model_validate(row.record))
-                for row in session.scalars(query)
+                for row in session.execute(query)
             ]
 
     def set_provenance(self, trial_id: int, provenance: Provenance) -> None:
@@ -124,23 +122,19 @@ class EvidenceQueries(Sessions):
         record = provenance.model_dump(mode="json")
         digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
         with self.write() as session:
-            query = select(ProvenanceRow.id).where(ProvenanceRow.sha256 == digest)
+            query = select(PROVENANCE.c.id).where(PROVENANCE.c.sha256 == digest)
             found = session.scalar(query)
             if found is None:
-                row = ProvenanceRow(sha256=digest, record=record)
-                session.add(row)
-                session.flush()
-                found = row.id
-            session.execute(
-                update(TrialRow).where(TrialRow.id == trial_id).values(provenance_id=found)
-            )
+                row = insert(PROVENANCE).values(sha256=digest, record=record)
+                found = new_id(session.execute(row))
+            session.execute(update(TRIAL).where(TRIAL.c.id == trial_id).values(provenance_id=found))
 
     def provenance(self, trial_id: int) -> Provenance | None:
         """Where the repeats of a trial come from."""
         query = (
-            select(ProvenanceRow.record)
-            .join(TrialRow, TrialRow.provenance_id == ProvenanceRow.id)
-            .where(TrialRow.id == trial_id)
+            select(PROVENANCE.c.record)
+            .join(TRIAL, TRIAL.c.provenance_id == PROVENANCE.c.id)
+            .where(TRIAL.c.id == trial_id)
         )
         with self.reading() as session:
             record = session.scalar(query)
@@ -159,9 +153,9 @@ def _patiently(commit: Callable[[], T]) -> T:
             time.sleep(1.0)
 
 
-def _measurement_row(study_id: int, trial_id: int, measurement: Measurement) -> MeasurementRow:
+def _measurement_row(study_id: int, trial_id: int, measurement: Measurement) -> Insert:
     failure = measurement.failure
-    return MeasurementRow(
+    return insert(MEASUREMENT).values(
         study_id=study_id,
         trial_id=trial_id,
         knobs_id=measurement.knobs_id,

@@ -1,16 +1,16 @@
-"""Sessions on one database: read-only ones, and ones that commit at the end."""
+"""Connections to one database: read-only ones, and ones that commit at the end."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from sqlalchemy import Engine
-from sqlalchemy.orm import Session
+from sqlalchemy import Connection, CursorResult, Engine
 
 from autotune.store.database import clear_errors, writing
 
 
 class Sessions:
-    """An engine and the two kinds of sessions on it."""
+    """An engine and the two kinds of transactions on it."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -22,13 +22,20 @@ class Sessions:
         self.engine.dispose()
 
     @contextmanager
-    def reading(self) -> Iterator[Session]:
-        """A session that only reads."""
-        with clear_errors(self.engine.url), Session(self.engine) as session:
+    def reading(self) -> Iterator[Connection]:
+        """A transaction that only reads."""
+        with clear_errors(self.engine.url), self.engine.connect() as session:
             yield session
 
     @contextmanager
-    def write(self) -> Iterator[Session]:
-        """A session whose work is committed at the end."""
-        with clear_errors(self.engine.url), Session(self._writer) as session, session.begin():
+    def write(self) -> Iterator[Connection]:
+        """A transaction that is committed at the end."""
+        with clear_errors(self.engine.url), self._writer.connect() as session, session.begin():
             yield session
+
+
+def new_id(inserted: CursorResult[Any]) -> int:
+    """The id that the database gave to one inserted row."""
+    key = inserted.inserted_primary_key
+    assert key is not None
+    return int(key[0])

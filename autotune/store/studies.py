@@ -6,13 +6,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import func, select, update
+from sqlalchemy import Row, func, insert, select, update
 
 from autotune.errors import UserError
 from autotune.store import codec
 from autotune.store.database import shown
 from autotune.store.session import Sessions
-from autotune.store.tables import CalibrationRow, EventRow, NoiseFloorRow, StudyRow
+from autotune.store.tables import CALIBRATION, EVENT, NOISE_FLOOR, STUDY
 from autotune.store.views import NoiseFloor, StudyView
 from model.spec import Workload
 
@@ -31,7 +31,7 @@ class StudyQueries(Sessions):
         workloads: Mapping[int, Workload],
     ) -> StudyView:
         """Store a new study. Raises ``UserError`` when the name is taken."""
-        row = StudyRow(
+        row = insert(STUDY).values(
             name=name,
             created=datetime.now(UTC),
             text=text,
@@ -43,11 +43,11 @@ class StudyQueries(Sessions):
             result=None,
         )
         with self.write() as session:
-            taken = session.scalar(select(StudyRow.id).where(StudyRow.name == name))
+            taken = session.scalar(select(STUDY.c.id).where(STUDY.c.name == name))
             if taken is None:
-                session.add(row)
-                session.flush()
-                return _study_view(row)
+                session.execute(row)
+                stored = session.execute(select(STUDY).where(STUDY.c.name == name))
+                return _study_view(stored.one())
         raise UserError(
             f"study {name!r} exists already in {shown(self.engine.url)}; go on with "
             f"`autotune study resume {name}`, or give the study file another name"
@@ -56,7 +56,7 @@ class StudyQueries(Sessions):
     def find_study(self, name: str) -> StudyView | None:
         """The study called ``name``, if it is there."""
         with self.reading() as session:
-            row = session.scalar(select(StudyRow).where(StudyRow.name == name))
+            row = session.execute(select(STUDY).where(STUDY.c.name == name)).first()
             return None if row is None else _study_view(row)
 
     def study(self, name: str) -> StudyView:
@@ -72,14 +72,12 @@ class StudyQueries(Sessions):
     def studies(self) -> list[StudyView]:
         """All studies, oldest first."""
         with self.reading() as session:
-            return [
-                _study_view(row) for row in session.scalars(select(StudyRow).order_by(StudyRow.id))
-            ]
+            return [_study_view(row) for row in session.execute(select(STUDY).order_by(STUDY.c.id))]
 
     def rename_study(self, study_id: int, name: str) -> None:
         """Give a study another name; what belongs to it goes by its id and stays."""
         with self.write() as session:
-            session.execute(update(StudyRow).where(StudyRow.id == study_id).values(name=name))
+            session.execute(update(STUDY).where(STUDY.c.id == study_id).values(name=name))
 
     def set_state(
         self,
@@ -98,12 +96,12 @@ class StudyQueries(Sessions):
         if result is not None:
             values["result"] = dict(result)
         with self.write() as session:
-            session.execute(update(StudyRow).where(StudyRow.id == study_id).values(**values))
+            session.execute(update(STUDY).where(STUDY.c.id == study_id).values(**values))
 
     def stop_requested(self, study_id: int) -> bool:
         """Whether another process asked this study to stop."""
         with self.reading() as session:
-            asked = select(StudyRow.stop_requested).where(StudyRow.id == study_id)
+            asked = select(STUDY.c.stop_requested).where(STUDY.c.id == study_id)
             return bool(session.scalar(asked))
 
     def add_calibration(
@@ -111,13 +109,13 @@ class StudyQueries(Sessions):
     ) -> None:
         """Keep fitted constants; one that is there already is left alone."""
         with self.write() as session:
-            query = select(CalibrationRow.id).where(
-                CalibrationRow.study_id == study_id,
-                CalibrationRow.calibration_id == calibration_id,
+            query = select(CALIBRATION.c.id).where(
+                CALIBRATION.c.study_id == study_id,
+                CALIBRATION.c.calibration_id == calibration_id,
             )
             if session.scalar(query) is None:
-                session.add(
-                    CalibrationRow(
+                session.execute(
+                    insert(CALIBRATION).values(
                         study_id=study_id,
                         calibration_id=calibration_id,
                         parent_id=parent_id,
@@ -129,9 +127,9 @@ class StudyQueries(Sessions):
     def calibrations(self, study_id: int) -> list[dict[str, Any]]:
         """Records of all calibrations, oldest first."""
         query = (
-            select(CalibrationRow.record)
-            .where(CalibrationRow.study_id == study_id)
-            .order_by(CalibrationRow.id)
+            select(CALIBRATION.c.record)
+            .where(CALIBRATION.c.study_id == study_id)
+            .order_by(CALIBRATION.c.id)
         )
         with self.reading() as session:
             return list(session.scalars(query))
@@ -139,39 +137,40 @@ class StudyQueries(Sessions):
     def set_noise_floor(self, study_id: int, floor: NoiseFloor) -> None:
         """Keep the A/A difference of a level, replacing an older one."""
         with self.write() as session:
-            query = select(NoiseFloorRow).where(
-                NoiseFloorRow.study_id == study_id,
-                NoiseFloorRow.concurrency == floor.concurrency,
-            )
-            row = session.scalar(query) or NoiseFloorRow(
-                study_id=study_id, concurrency=floor.concurrency
-            )
-            row.stored = datetime.now(UTC)
-            row.rel_floor, row.num_pairs = floor.rel_floor, floor.num_pairs
-            session.add(row)
+            level = {"study_id": study_id, "concurrency": floor.concurrency}
+            values = {
+                "stored": datetime.now(UTC),
+                "rel_floor": floor.rel_floor,
+                "num_pairs": floor.num_pairs,
+            }
+            changed = session.execute(update(NOISE_FLOOR).filter_by(**level).values(**values))
+            if not changed.rowcount:
+                session.execute(insert(NOISE_FLOOR).values(**level, **values))
 
     def noise_floors(self, study_id: int) -> dict[int, NoiseFloor]:
         """A/A difference by concurrency."""
-        query = select(NoiseFloorRow).where(NoiseFloorRow.study_id == study_id)
+        query = select(NOISE_FLOOR).where(NOISE_FLOOR.c.study_id == study_id)
         with self.reading() as session:
             return {
                 row.concurrency: NoiseFloor(row.concurrency, row.rel_floor, row.num_pairs)
-                for row in session.scalars(query)
+                for row in session.execute(query)
             }
 
     def add_event(self, study_id: int, kind: str, detail: Mapping[str, Any]) -> None:
         """Note what happened besides repeats."""
         with self.write() as session:
-            session.add(
-                EventRow(study_id=study_id, at=datetime.now(UTC), kind=kind, detail=dict(detail))
+            session.execute(
+                insert(EVENT).values(
+                    study_id=study_id, at=datetime.now(UTC), kind=kind, detail=dict(detail)
+                )
             )
 
     def count_events(self, study_id: int, kind: str) -> int:
         """How often something happened."""
         query = (
             select(func.count())
-            .select_from(EventRow)
-            .where(EventRow.study_id == study_id, EventRow.kind == kind)
+            .select_from(EVENT)
+            .where(EVENT.c.study_id == study_id, EVENT.c.kind == kind)
         )
         with self.reading() as session:
             return int(session.scalar(query) or 0)
@@ -179,15 +178,15 @@ class StudyQueries(Sessions):
     def event_details(self, study_id: int, kind: str) -> list[dict[str, Any]]:
         """What was noted of each event of a kind, oldest first."""
         query = (
-            select(EventRow.detail)
-            .where(EventRow.study_id == study_id, EventRow.kind == kind)
-            .order_by(EventRow.id)
+            select(EVENT.c.detail)
+            .where(EVENT.c.study_id == study_id, EVENT.c.kind == kind)
+            .order_by(EVENT.c.id)
         )
         with self.reading() as session:
             return list(session.scalars(query))
 
 
-def _study_view(row: StudyRow) -> StudyView:
+def _study_view(row: Row[Any]) -> StudyView:
     return StudyView(
         id=row.id,
         name=row.name,

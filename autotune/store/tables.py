@@ -1,7 +1,8 @@
 """Our tables. All names start with ``autotune_``: Optuna's tables share the database.
 
 Records are kept whole as JSON; numbers that are searched or summed have a column beside it, so
-that summaries of 10,000 repeats read no JSON.
+that summaries of 10,000 repeats read no JSON. Plain tables: mapped classes take longer to import
+and to set up than a command that reads takes to answer.
 """
 
 from datetime import UTC, datetime
@@ -9,16 +10,22 @@ from typing import Any
 
 from sqlalchemy import (
     JSON,
+    Boolean,
+    Column,
     DateTime,
     Dialect,
+    Float,
     ForeignKey,
     Index,
+    Integer,
+    MetaData,
     String,
+    Table,
     Text,
     TypeDecorator,
     UniqueConstraint,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.types import TypeEngine
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -36,190 +43,186 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
-class Table(DeclarativeBase):
-    """Base of our tables."""
-
-    type_annotation_map = {datetime: UtcDateTime(), dict[str, Any]: JSON()}  # noqa: RUF012
+METADATA = MetaData()
 
 
-class StudyRow(Table):
-    """One study: its file as it was, and whether it should go on."""
+def _key() -> Column[int]:
+    return Column("id", Integer, primary_key=True)
 
-    __tablename__ = "autotune_study"
 
-    id: Mapped[int] = mapped_column(primary_key=True)
-    name: Mapped[str] = mapped_column(String(255), unique=True)
-    created: Mapped[datetime]
-    text: Mapped[str] = mapped_column(Text)
+def _to(name: str, table: str, *, required: bool = True) -> Column[int]:
+    """A reference to a row of another table."""
+    return Column(name, Integer, ForeignKey(f"{table}.id"), nullable=not required)
+
+
+def _has(name: str, kind: TypeEngine[Any] | type[TypeEngine[Any]], **options: Any) -> Column[Any]:
+    """A column that every row fills."""
+    return Column(name, kind, nullable=False, **options)
+
+
+#: one study: its file as it was, and whether it should go on
+STUDY = Table(
+    "autotune_study",
+    METADATA,
+    _key(),
+    _has("name", String(255), unique=True),
+    _has("created", UtcDateTime),
+    _has("text", Text),
     #: shown in messages about the file
-    label: Mapped[str] = mapped_column(Text)
-    base_dir: Mapped[str] = mapped_column(Text)
-    machine: Mapped[dict[str, Any] | None]
+    _has("label", Text),
+    _has("base_dir", Text),
+    Column("machine", JSON),
     #: concurrency (as text) -> workload
-    workloads: Mapped[dict[str, Any]]
+    _has("workloads", JSON),
     #: running, stopped, finished or failed
-    state: Mapped[str] = mapped_column(String(16))
-    stop_requested: Mapped[bool] = mapped_column(default=False)
+    _has("state", String(16)),
+    _has("stop_requested", Boolean, default=False),
     #: verdict and what the final comparison gave
-    result: Mapped[dict[str, Any] | None]
+    Column("result", JSON),
+)
 
-
-class TrialRow(Table):
-    """One knobs being measured; ``number`` is Optuna's trial number."""
-
-    __tablename__ = "autotune_trial"
-    __table_args__ = (
-        UniqueConstraint("study_id", "claim", name="uq_autotune_trial_claim"),
-        Index("ix_autotune_trial_number", "study_id", "number"),
-        Index("ix_autotune_trial_knobs", "study_id", "knobs_id"),
-    )
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    study_id: Mapped[int] = mapped_column(ForeignKey("autotune_study.id"))
+#: one knobs being measured; ``number`` is Optuna's trial number
+TRIAL = Table(
+    "autotune_trial",
+    METADATA,
+    _key(),
+    _to("study_id", "autotune_study"),
     #: None between the claim and Optuna's number
-    number: Mapped[int | None]
+    Column("number", Integer),
     #: "<role>:<what>"; unique, so that two workers never take the same work
-    claim: Mapped[str] = mapped_column(String(64))
+    _has("claim", String(64)),
     #: baseline, aa, search, replicate or final
-    role: Mapped[str] = mapped_column(String(16))
+    _has("role", String(16)),
     #: why the search proposed it, in one phrase
-    origin: Mapped[str] = mapped_column(String(255), default="")
-    knobs_id: Mapped[str] = mapped_column(String(16))
-    knobs: Mapped[dict[str, Any]]
-    group_id: Mapped[str | None] = mapped_column(String(16))
+    _has("origin", String(255), default=""),
+    _has("knobs_id", String(16)),
+    _has("knobs", JSON),
+    Column("group_id", String(16)),
     #: running, complete or failed
-    state: Mapped[str] = mapped_column(String(16))
-    worker_id: Mapped[int | None] = mapped_column(ForeignKey("autotune_worker.id"))
-    attempts: Mapped[int] = mapped_column(default=1)
-    started: Mapped[datetime]
-    ended: Mapped[datetime | None]
-    provenance_id: Mapped[int | None] = mapped_column(ForeignKey("autotune_provenance.id"))
+    _has("state", String(16)),
+    _to("worker_id", "autotune_worker", required=False),
+    _has("attempts", Integer, default=1),
+    _has("started", UtcDateTime),
+    Column("ended", UtcDateTime),
+    _to("provenance_id", "autotune_provenance", required=False),
     #: kind of the failure that ended the trial
-    failure_kind: Mapped[str | None] = mapped_column(String(32))
+    Column("failure_kind", String(32)),
+    UniqueConstraint("study_id", "claim", name="uq_autotune_trial_claim"),
+    Index("ix_autotune_trial_number", "study_id", "number"),
+    Index("ix_autotune_trial_knobs", "study_id", "knobs_id"),
+)
 
+#: what was expected of a trial at one concurrency, stored before it was measured
+PREDICTION = Table(
+    "autotune_prediction",
+    METADATA,
+    _key(),
+    _to("trial_id", "autotune_trial"),
+    _has("concurrency", Integer),
+    _has("stored", UtcDateTime),
+    _has("calibration_id", String(64)),
+    Column("tokens_per_s", Float),
+    _has("record", JSON),
+    Index("ix_autotune_prediction_trial", "trial_id", "concurrency"),
+)
 
-class PredictionRow(Table):
-    """What was expected of a trial at one concurrency, stored before it was measured."""
+#: one repeat, committed when it was taken
+MEASUREMENT = Table(
+    "autotune_measurement",
+    METADATA,
+    _key(),
+    _to("study_id", "autotune_study"),
+    _to("trial_id", "autotune_trial"),
+    _has("knobs_id", String(16)),
+    _has("concurrency", Integer),
+    _has("repeat", Integer),
+    _has("order", Integer),
+    _has("started", UtcDateTime),
+    _has("ended", UtcDateTime),
+    Column("tokens_per_s", Float),
+    Column("ttft_ms", Float),
+    Column("tpot_ms", Float),
+    Column("accept_length", Float),
+    _has("output_check", String(16)),
+    Column("failure_kind", String(32)),
+    _has("record", JSON),
+    UniqueConstraint("trial_id", "concurrency", "repeat", name="uq_autotune_measurement"),
+    Index("ix_autotune_measurement_order", "study_id", "order"),
+    Index("ix_autotune_measurement_knobs", "study_id", "knobs_id", "concurrency"),
+)
 
-    __tablename__ = "autotune_prediction"
-    __table_args__ = (Index("ix_autotune_prediction_trial", "trial_id", "concurrency"),)
+#: a failure that has no repeat to stand in (a group that did not start, a dead worker)
+FAILURE = Table(
+    "autotune_failure",
+    METADATA,
+    _key(),
+    _to("trial_id", "autotune_trial"),
+    _has("at", UtcDateTime),
+    _has("kind", String(32)),
+    _has("record", JSON),
+    Index("ix_autotune_failure_trial", "trial_id"),
+)
 
-    id: Mapped[int] = mapped_column(primary_key=True)
-    trial_id: Mapped[int] = mapped_column(ForeignKey("autotune_trial.id"))
-    concurrency: Mapped[int]
-    stored: Mapped[datetime]
-    calibration_id: Mapped[str] = mapped_column(String(64))
-    tokens_per_s: Mapped[float | None]
-    record: Mapped[dict[str, Any]]
+#: where measurements come from; trials with equal provenance share a row
+PROVENANCE = Table(
+    "autotune_provenance",
+    METADATA,
+    _key(),
+    _has("sha256", String(64)),
+    _has("record", JSON),
+    UniqueConstraint("sha256", name="uq_autotune_provenance_sha256"),
+)
 
+#: fitted constants after some trial, with the calibration they came from
+CALIBRATION = Table(
+    "autotune_calibration",
+    METADATA,
+    _key(),
+    _to("study_id", "autotune_study"),
+    _has("calibration_id", String(64)),
+    Column("parent_id", String(64)),
+    _has("stored", UtcDateTime),
+    _has("record", JSON),
+    UniqueConstraint("study_id", "calibration_id", name="uq_autotune_calibration"),
+)
 
-class MeasurementRow(Table):
-    """One repeat, committed when it was taken."""
+#: A/A difference at one concurrency, as a fraction
+NOISE_FLOOR = Table(
+    "autotune_noise_floor",
+    METADATA,
+    _key(),
+    _to("study_id", "autotune_study"),
+    _has("concurrency", Integer),
+    _has("stored", UtcDateTime),
+    _has("rel_floor", Float),
+    _has("num_pairs", Integer),
+    UniqueConstraint("study_id", "concurrency", name="uq_autotune_noise_floor"),
+)
 
-    __tablename__ = "autotune_measurement"
-    __table_args__ = (
-        UniqueConstraint("trial_id", "concurrency", "repeat", name="uq_autotune_measurement"),
-        Index("ix_autotune_measurement_order", "study_id", "order"),
-        Index("ix_autotune_measurement_knobs", "study_id", "knobs_id", "concurrency"),
-    )
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    study_id: Mapped[int] = mapped_column(ForeignKey("autotune_study.id"))
-    trial_id: Mapped[int] = mapped_column(ForeignKey("autotune_trial.id"))
-    knobs_id: Mapped[str] = mapped_column(String(16))
-    concurrency: Mapped[int]
-    repeat: Mapped[int]
-    order: Mapped[int]
-    started: Mapped[datetime]
-    ended: Mapped[datetime]
-    tokens_per_s: Mapped[float | None]
-    ttft_ms: Mapped[float | None]
-    tpot_ms: Mapped[float | None]
-    accept_length: Mapped[float | None]
-    output_check: Mapped[str] = mapped_column(String(16))
-    failure_kind: Mapped[str | None] = mapped_column(String(32))
-    record: Mapped[dict[str, Any]]
-
-
-class FailureRow(Table):
-    """A failure that has no repeat to stand in (a group that did not start, a dead worker)."""
-
-    __tablename__ = "autotune_failure"
-    __table_args__ = (Index("ix_autotune_failure_trial", "trial_id"),)
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    trial_id: Mapped[int] = mapped_column(ForeignKey("autotune_trial.id"))
-    at: Mapped[datetime]
-    kind: Mapped[str] = mapped_column(String(32))
-    record: Mapped[dict[str, Any]]
-
-
-class ProvenanceRow(Table):
-    """Where measurements come from; trials with equal provenance share a row."""
-
-    __tablename__ = "autotune_provenance"
-    __table_args__ = (UniqueConstraint("sha256", name="uq_autotune_provenance_sha256"),)
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    sha256: Mapped[str] = mapped_column(String(64))
-    record: Mapped[dict[str, Any]]
-
-
-class CalibrationRow(Table):
-    """Fitted constants after some trial, with the calibration they came from."""
-
-    __tablename__ = "autotune_calibration"
-    __table_args__ = (
-        UniqueConstraint("study_id", "calibration_id", name="uq_autotune_calibration"),
-    )
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    study_id: Mapped[int] = mapped_column(ForeignKey("autotune_study.id"))
-    calibration_id: Mapped[str] = mapped_column(String(64))
-    parent_id: Mapped[str | None] = mapped_column(String(64))
-    stored: Mapped[datetime]
-    record: Mapped[dict[str, Any]]
-
-
-class NoiseFloorRow(Table):
-    """A/A difference at one concurrency, as a fraction."""
-
-    __tablename__ = "autotune_noise_floor"
-    __table_args__ = (UniqueConstraint("study_id", "concurrency", name="uq_autotune_noise_floor"),)
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    study_id: Mapped[int] = mapped_column(ForeignKey("autotune_study.id"))
-    concurrency: Mapped[int]
-    stored: Mapped[datetime]
-    rel_floor: Mapped[float]
-    num_pairs: Mapped[int]
-
-
-class WorkerRow(Table):
-    """One process that works on a study; tells live from dead ones and counts the time used."""
-
-    __tablename__ = "autotune_worker"
-    __table_args__ = (Index("ix_autotune_worker_study", "study_id"),)
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    study_id: Mapped[int] = mapped_column(ForeignKey("autotune_study.id"))
-    host: Mapped[str] = mapped_column(String(255))
-    pid: Mapped[int]
+#: one process that works on a study; tells live from dead ones and counts the time used
+WORKER = Table(
+    "autotune_worker",
+    METADATA,
+    _key(),
+    _to("study_id", "autotune_study"),
+    _has("host", String(255)),
+    _has("pid", Integer),
     #: start time of the process, so that a reused pid is not taken for it
-    process_started: Mapped[float]
-    started: Mapped[datetime]
-    last_seen: Mapped[datetime]
-    ended: Mapped[datetime | None]
+    _has("process_started", Float),
+    _has("started", UtcDateTime),
+    _has("last_seen", UtcDateTime),
+    Column("ended", UtcDateTime),
+    Index("ix_autotune_worker_study", "study_id"),
+)
 
-
-class EventRow(Table):
-    """What happened besides repeats: server starts, resumes, stops, warnings."""
-
-    __tablename__ = "autotune_event"
-    __table_args__ = (Index("ix_autotune_event_kind", "study_id", "kind"),)
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    study_id: Mapped[int] = mapped_column(ForeignKey("autotune_study.id"))
-    at: Mapped[datetime]
-    kind: Mapped[str] = mapped_column(String(32))
-    detail: Mapped[dict[str, Any]]
+#: what happened besides repeats: server starts, resumes, stops, warnings
+EVENT = Table(
+    "autotune_event",
+    METADATA,
+    _key(),
+    _to("study_id", "autotune_study"),
+    _has("at", UtcDateTime),
+    _has("kind", String(32)),
+    _has("detail", JSON),
+    Index("ix_autotune_event_kind", "study_id", "kind"),
+)

@@ -5,10 +5,10 @@ import socket
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import select, update
+from sqlalchemy import insert, select, update
 
-from autotune.store.session import Sessions
-from autotune.store.tables import WorkerRow
+from autotune.store.session import Sessions, new_id
+from autotune.store.tables import WORKER
 from autotune.store.views import WorkerView
 
 #: a worker of another host that was not seen for this long is dead
@@ -28,7 +28,7 @@ class WorkerQueries(Sessions):
         import psutil
 
         now = datetime.now(UTC)
-        row = WorkerRow(
+        row = insert(WORKER).values(
             study_id=study_id,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -37,20 +37,18 @@ class WorkerQueries(Sessions):
             last_seen=now,
         )
         with self.write() as session:
-            session.add(row)
-            session.flush()
-            return row.id
+            return new_id(session.execute(row))
 
     def heartbeat(self, worker_id: int, *, ended: bool = False) -> None:
         """Say that a worker is alive, or that it has ended."""
         now = datetime.now(UTC)
         values = {"last_seen": now, "ended": now} if ended else {"last_seen": now}
         with self.write() as session:
-            session.execute(update(WorkerRow).where(WorkerRow.id == worker_id).values(**values))
+            session.execute(update(WORKER).where(WORKER.c.id == worker_id).values(**values))
 
     def workers(self, study_id: int) -> list[WorkerView]:
         """All workers a study ever had."""
-        query = select(WorkerRow).where(WorkerRow.study_id == study_id).order_by(WorkerRow.id)
+        query = select(WORKER).where(WORKER.c.study_id == study_id).order_by(WORKER.c.id)
         with self.reading() as session:
             return [
                 WorkerView(
@@ -62,7 +60,7 @@ class WorkerQueries(Sessions):
                     last_seen=row.last_seen,
                     ended=row.ended,
                 )
-                for row in session.scalars(query)
+                for row in session.execute(query)
             ]
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import yaml
+from sqlalchemy import Insert, insert
 from study_files import sim_study
 
 from autotune.plan import Plan, make_plan
 from autotune.records import Acceptance, Measurement, Provenance
 from autotune.store.store import Store
-from autotune.store.tables import MeasurementRow
+from autotune.store.tables import MEASUREMENT
 from autotune.store.views import NoiseFloor, StudyView
 from autotune.study_file import parse_study
 from model.spec import Knobs
@@ -196,13 +197,14 @@ def fill(made: Made, num_measurements: int, repeats: int = 10) -> None:
                 rows.append(_row(made.view.id, trial, record, order))
                 order += 1
         with made.store.write() as session:
-            session.add_all(rows)
+            for row in rows:
+                session.execute(row)
         made.store.finish_trial(trial, None)
     made.store.set_noise_floor(made.view.id, NoiseFloor(levels[0], 0.02, 6))
 
 
-def _row(study: int, trial: int, record: Measurement, order: int) -> MeasurementRow:
-    return MeasurementRow(
+def _row(study: int, trial: int, record: Measurement, order: int) -> Insert:
+    return insert(MEASUREMENT).values(
         study_id=study,
         trial_id=trial,
         knobs_id=record.knobs_id,

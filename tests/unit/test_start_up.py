@@ -30,6 +30,7 @@ LINT = (
 HEAVY = (
     "torch", "scipy", "optuna", "alembic", "plotly", "networkx", "simpy", "transformers", "psutil",
     "autotune.search", "autotune.probe.run", "autotune.doctor.facts", "autotune.nccl_log",
+    "sqlalchemy.orm",
 )  # fmt: skip
 _LOADED = """
 import json, sys

@@ -15,7 +15,7 @@ from autotune.history import History
 from autotune.records import Failure, Measurement, Provenance
 from autotune.store.database import VERSION_TABLE, open_engine, parse_url
 from autotune.store.store import Store
-from autotune.store.tables import Table
+from autotune.store.tables import METADATA
 from autotune.store.views import NoiseFloor, StudyView, WorkerView
 from autotune.store.workers import is_alive, worked_s
 from model.spec import Interval, Knobs, Prediction, Workload
@@ -174,8 +174,8 @@ def test_migrations_build_exactly_the_tables_of_the_code(url: str) -> None:
     engine = Store.create(url).engine
     found = inspect(engine)
     names = {name for name in found.get_table_names() if name != VERSION_TABLE}
-    assert names == set(Table.metadata.tables)
-    for name, table in Table.metadata.tables.items():
+    assert names == set(METADATA.tables)
+    for name, table in METADATA.tables.items():
         assert {c["name"] for c in found.get_columns(name)} == set(table.columns.keys())
         indexed = {index["name"] for index in found.get_indexes(name)}
         assert {index.name for index in table.indexes} <= indexed
@@ -258,7 +258,7 @@ def test_ten_thousand_repeats_are_summarised_in_two_seconds(store: Store) -> Non
         for i in range(10_000)
     ]
     with store.write() as session:
-        session.execute(Table.metadata.tables["autotune_measurement"].insert(), rows)
+        session.execute(METADATA.tables["autotune_measurement"].insert(), rows)
     started = time.process_time()
     history = History.read(store, study.id)
     assert history.by_knobs[KNOBS.id].summary(1).n == 10_000

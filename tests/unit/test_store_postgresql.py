@@ -23,7 +23,7 @@ from autotune.errors import AutotuneError, UserError
 from autotune.records import Failure, Measurement, Provenance
 from autotune.store.database import HEAD_REVISION, VERSION_TABLE, open_engine, parse_url
 from autotune.store.store import Store
-from autotune.store.tables import Table
+from autotune.store.tables import METADATA
 from autotune.store.views import StudyView
 from model.spec import Knobs, Workload
 
@@ -109,7 +109,7 @@ def test_migrations_give_the_tables_that_the_code_declares(url: str) -> None:
     with engine.connect() as connection:
         stored = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
     assert stored == HEAD_REVISION
-    for table in Table.metadata.sorted_tables:
+    for table in METADATA.sorted_tables:
         columns = {column["name"]: column["nullable"] for column in found.get_columns(table.name)}
         assert columns == {column.name: column.nullable for column in table.columns}
         unique = {item["name"] for item in found.get_unique_constraints(table.name)}

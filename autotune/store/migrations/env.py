@@ -3,11 +3,11 @@
 from alembic import context
 
 from autotune.store.database import VERSION_TABLE
-from autotune.store.tables import Table
+from autotune.store.tables import METADATA
 
 context.configure(
     connection=context.config.attributes["connection"],
-    target_metadata=Table.metadata,
+    target_metadata=METADATA,
     version_table=VERSION_TABLE,
     # Optuna's tables live here too and are none of our business
     include_name=lambda name, kind, parents: (

@@ -37,15 +37,10 @@ def down_vector_kernel(
     wait_for_predecessor(PDL)
     acc = tl.zeros([BLOCK_O, BLOCK_I], dtype=tl.float32)
     # several experts' rows in one load: that is what keeps enough bytes in flight
-    e_next = tl.load(experts + t * K + k, mask=k < K, other=0).to(tl.int64)
-    w_next = tl.load(weights + t * K + k, mask=k < K, other=0.0).to(tl.float32)
     for k0 in range(0, K, UNROLL):
         in_k = k0 + k < K
-        e, w = e_next, w_next
-        # the next rows' addresses are known before this step's sums
-        ahead = k0 + UNROLL + k
-        e_next = tl.load(experts + t * K + ahead, mask=ahead < K, other=0).to(tl.int64)
-        w_next = tl.load(weights + t * K + ahead, mask=ahead < K, other=0.0).to(tl.float32)
+        e = tl.load(experts + t * K + k0 + k, mask=in_k, other=0).to(tl.int64)
+        w = tl.load(weights + t * K + k0 + k, mask=in_k, other=0.0).to(tl.float32)
         for i0 in tl.static_range(0, INTER, BLOCK_I):
             in_i = i0 + i < INTER
             tile = tl.load(

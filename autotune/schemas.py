@@ -60,9 +60,7 @@ class Schema(BaseModel):
     """Base of everything that people write: unknown keys are refused, objects are frozen."""
 
     # a schema inside another is built as part of that one, never alone
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 class ModelRef(Schema):

@@ -55,9 +55,7 @@ class Schema(BaseModel):
     """Base of the machine schema: immutable, an unknown key is refused."""
 
     # a schema inside another is built as part of that one, never alone
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 class Node(Schema):

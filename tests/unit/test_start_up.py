@@ -14,6 +14,8 @@ from autotune.diff.compare import compare
 from autotune.diff.resolve import Resolver
 from autotune.explain.explanation import explain
 from autotune.explain.subject import open_study, trial_subject
+from autotune.history import History
+from autotune.outcome import leaders
 from autotune.store.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -123,3 +125,18 @@ def test_a_larger_database_is_asked_as_often_and_few_records_are_read(
     limits = ("trial_id IN", "trial_id = ?", "LIMIT", "min(autotune_measurement.id)")
     assert [s for s in whole if not any(limit in s for limit in limits)] == []
     assert whole
+
+
+def test_the_best_knobs_are_found_without_an_interval_for_each(
+    databases: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.existing(databases[200])
+    context = open_study(store, "made")
+    history = History.read(store, context.view.id)
+    made: list[int] = []
+    monkeypatch.setattr("autotune.history.summarise", lambda *_, **__: made.append(1))
+    found = leaders(history, context.study)
+    store.close()
+    assert set(found) == set(context.study.workload.concurrency)
+    assert len(history.by_knobs) > 1
+    assert made == []

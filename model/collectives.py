@@ -227,12 +227,13 @@ class CollectiveTimes:
 
         An entry without a collective is a lone rank.
         """
-        index = np.array(
-            [
-                -1 if r is None else self._indices(r, [s])[0]
-                for r, s in zip(routes, sizes, strict=True)
-            ]
-        )
+        places: dict[Route, list[int]] = {}
+        for n, route in enumerate(routes):
+            if route is not None:
+                places.setdefault(route, []).append(n)
+        index = np.full(len(routes), -1)
+        for route, rows_of_route in places.items():
+            index[rows_of_route] = self._indices(route, [sizes[n] for n in rows_of_route])
         used, inverse = np.unique(index, return_inverse=True)
         start = int((used < 0).sum())
         parts = []

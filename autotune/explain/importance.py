@@ -115,13 +115,10 @@ def _effects(table: Mapping[str, Sequence[Scalar | None]], log_speed: Array) -> 
     rng = np.random.default_rng(_SEED)
     num = len(log_speed)
     whole_P = _coefficients(x_NP, log_speed, np.ones(num))
-    boot_FP = np.stack(
-        [
-            # a resample is the same design with each row counted as often as it was drawn
-            _coefficients(x_NP, log_speed, np.bincount(pick, minlength=num).astype(float))
-            for pick in rng.integers(0, num, (_RESAMPLES, num))
-        ]
-    )
+    # a resample is the same design with each row counted as often as it was drawn
+    picks_FN = rng.integers(0, num, (_RESAMPLES, num))
+    count_FN = np.stack([np.bincount(pick, minlength=num) for pick in picks_FN]).astype(float)
+    boot_FP = _resampled(x_NP, log_speed, count_FN)
     total = max(float(np.var(log_speed)), 1e-18)
     solver_PN = _solver(x_NP)
     order_FN = np.argsort(rng.random((_RESAMPLES, num)), axis=1)
@@ -162,6 +159,17 @@ def _coefficients(x_NP: Array, y_N: Array, count_N: Array) -> Array:
     counted_PN = x_NP.T * count_N
     gram = counted_PN @ x_NP + _RIDGE * np.eye(x_NP.shape[1])
     result: Array = np.linalg.solve(gram, counted_PN @ centred)
+    return result
+
+
+def _resampled(x_NP: Array, y_N: Array, count_FN: Array) -> Array:
+    """[F, P]: ``_coefficients`` for each row of counts, all normal equations in two products."""
+    num, width = x_NP.shape
+    pairs = (x_NP[:, :, None] * x_NP[:, None, :]).reshape(num, width * width)
+    gram_FPP = (count_FN @ pairs).reshape(-1, width, width) + _RIDGE * np.eye(width)
+    mean_F = (count_FN @ y_N) / count_FN.sum(axis=1)
+    right_FP = count_FN @ (x_NP * y_N[:, None]) - mean_F[:, None] * (count_FN @ x_NP)
+    result: Array = np.linalg.solve(gram_FPP, right_FP[:, :, None])[:, :, 0]
     return result
 
 

@@ -28,6 +28,9 @@ Array = NDArray[Any]
 DELTA = 1e-3
 #: share of the summed variance that the kept directions must hold
 _KEPT = 0.9999
+#: share of a time that the low end of its interval takes off at most: the parts' ends add up as if
+#: independent, and could pass the whole
+_MOST_SHORTER = 0.97
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +98,17 @@ def cycle_times(step: StepModel, calibration: Calibration, rows: StepRows) -> Cy
         sd = np.sqrt(np.einsum("ur,ur->u", along, along)) / total
         least = 1e-12 * np.maximum(total, 1.0) ** 2
         down, up = np.sqrt((apart[1:] + least) / (apart[0] + least))
-        modes.append((total / 1e3, Spread(sd * down, sd * up)))
+        modes.append((total / 1e3, _of_log(sd * down, sd * up)))
     return CycleTimes(*modes[0], *modes[1])
+
+
+def _of_log(down: Array, up: Array) -> Spread:
+    """Spread of the log from what a time moves to each side, as a share of it and one sd.
+
+    The ends of a 90 % interval are kept: a rate ten times lower is ten times the time, once.
+    """
+    lowest = np.minimum(Z90 * down, _MOST_SHORTER)
+    return Spread(-np.log1p(-lowest) / Z90, np.log1p(Z90 * up) / Z90)
 
 
 def _phase_values(

@@ -3,29 +3,18 @@
 One process can do only one of the two, because Triton decides when a kernel is defined.
 """
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tests.conftest import gpu_asked
 from tests.kernels.bounds import checked_bounds
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Choose the interpreter before anything imports Triton, unless GPU tests are asked for."""
-    if not _gpu_asked(config):
-        os.environ["TRITON_INTERPRET"] = "1"
-
-
-def _gpu_asked(config: pytest.Config) -> bool:
-    expression = config.getoption("-m") or ""
-    return "gpu" in expression.replace("not gpu", "")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With ``-m gpu`` the interpreter's variants go, also of tests that are marked ``gpu``."""
-    if not _gpu_asked(config):
+    if not gpu_asked(config):
         return
     mine = [item for item in items if _on_interpreter(item)]
     config.hook.pytest_deselected(items=mine)
@@ -52,7 +41,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if wanted.type == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     if INTERPRETED.value != (wanted.type == "cpu"):
-        pytest.fail("kernels were imported before tests/kernels/conftest.py chose the interpreter")
+        pytest.fail("kernels were imported before tests/conftest.py chose the interpreter")
     torch.manual_seed(0)
     return wanted
 

@@ -150,6 +150,8 @@ def test_every_constant_has_unit_prior_and_source() -> None:
             assert c.prior_sd > 0, c
 
 
+@pytest.mark.parametrize("share", [0.1, 0.45, 0.8])
+@pytest.mark.parametrize("gap", [0.0, 0.15, 0.6])
 def test_mixture_quantiles_equal_a_simulation(share: float, gap: float) -> None:
     rng = np.random.default_rng(1)
     slow = rng.random(400_000) < share

@@ -156,6 +156,8 @@ def _same(shown: str, real: str, any_number: bool) -> bool:
 def _at_root(environment: dict[str, str]) -> Iterator[None]:
     """The clone's root as working directory, with these variables."""
     before, place = dict(os.environ), Path.cwd()
+    # a document is as wide as a pipe; pytest's workers set this
+    os.environ.pop("COLUMNS", None)
     os.environ.update(environment)
     os.chdir(ROOT)
     try:

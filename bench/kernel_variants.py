@@ -45,7 +45,6 @@ class Variant:
 
     pdl: bool | frozenset[str] = False
     fused: bool = False
-    hand_on: bool = False
     force: dict[str, tuning.Config] = field(default_factory=dict)
     sizes: tuple[str, ...] = ("1x1", "1x4", "16x1", "64x1")
 
@@ -76,7 +75,6 @@ VARIANTS = {
     "early": Variant(pdl=EARLY, sizes=(ONE, FOUR, SIXTEEN)),
     "joined": Variant(fused=True, sizes=(FOUR, SIXTEEN)),
     "joined early": Variant(fused=True, pdl=EARLY, sizes=(FOUR, SIXTEEN)),
-    "joined norm": Variant(fused=True, hand_on=True, sizes=(SIXTEEN, MANY)),
 }
 for _each, _num_warps in ((1, 1), (1, 2), (2, 2), (2, 4)):
     VARIANTS[f"rows {_each}/{_num_warps}"] = Variant(
@@ -107,7 +105,7 @@ def _note(out: Path, row: dict[str, object]) -> None:
 
 @contextmanager
 def _as(forward: Forward, variant: Variant) -> Iterator[None]:
-    forward.fused, forward.hand_on = variant.fused, variant.hand_on
+    forward.fused = variant.fused
     with ExitStack() as stack:
         stack.enter_context(programmatic_launch(variant.pdl))
         for op, config in variant.force.items():

@@ -15,7 +15,6 @@ from kernels.device import wait_for_predecessor
 from kernels.head import first_best, norm_linear_argmax_ref
 from kernels.launch import cdiv, launch, pdl_for, pow2, require
 from kernels.linear import run_linear
-from kernels.norm import Normed
 
 #: rows of the state matrix
 SLOT, LAST, PREFIX, LEFT = range(4)
@@ -48,7 +47,6 @@ def finish_ref(
     record_B1: torch.Tensor,
     embed_VH: torch.Tensor,
     next_BH: torch.Tensor,
-    normed: Normed | None = None,
 ) -> None:
     """The whole end of a plain cycle on one rank: head, ``advance``, and what the next one reads.
 
@@ -267,7 +265,6 @@ def finish(
     record_B1: torch.Tensor,
     embed_VH: torch.Tensor,
     next_BH: torch.Tensor,
-    normed: Normed | None = None,
 ) -> None:
     """As ``finish_ref``, in two launches; no logits reach memory."""
     num_rows, hidden = next_BH.shape
@@ -280,9 +277,8 @@ def finish(
         f"finish: embeddings {list(embed_VH.shape)} and rows {list(next_BH.shape)} do not fit",
     )
     _, _, value, index = run_linear(
-        "lm_head", x_BH, weight_VH, gain_K=norm_weight_H, eps=eps, store=False, argmax=True,
-        normed=normed,
-    )  # fmt: skip
+        "lm_head", x_BH, weight_VH, gain_K=norm_weight_H, eps=eps, store=False, argmax=True
+    )
     assert value is not None
     assert index is not None
     num_blocks, pdl = value.shape[0], pdl_for(x_BH.device)

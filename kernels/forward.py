@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 
 from kernels.catalog import Dims, Inputs, attention_case, layer_cases
-from kernels.norm import Normed
 from kernels.opset import OpSet, opset
 
 EPS = 1e-6
@@ -26,47 +25,37 @@ class Forward:
     head: Inputs
     #: the output projection and the router as one op
     fused: bool = False
-    #: with it, the experts' last kernel hands the next layer its norm
-    hand_on: bool = False
     token: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     experts: list[torch.Tensor] = field(default_factory=list)
 
     def run(self) -> None:
         """The layers, then the head with its argmax."""
-        x, normed, self.experts = self.x, None, []
-        for i in range(len(self.layers)):
-            x, normed = self._layer(i, x, normed)
+        x, self.experts = self.x, []
+        for weights in self.layers:
+            x = self._layer(weights, x)
         self.hidden = x
         head = self.head
-        self.token, _ = self.ops.norm_linear_argmax(x, head["norm"], EPS, head["w"], normed=normed)
+        self.token, _ = self.ops.norm_linear_argmax(x, head["norm"], EPS, head["w"])
 
-    def _layer(
-        self, i: int, x: torch.Tensor, normed: Normed | None
-    ) -> tuple[torch.Tensor, Normed | None]:
-        ops, w = self.ops, self.layers[i]
-        qkv = ops.norm_linear(x, w["norm"], EPS, w["qkv"], normed=normed)
+    def _layer(self, w: Inputs, x: torch.Tensor) -> torch.Tensor:
+        ops, normed = self.ops, None
+        qkv = ops.norm_linear(x, w["norm"], EPS, w["qkv"])
         o = ops.qkv_attention(
             qkv, w["q_norm"], w["k_norm"], EPS, w["position"], w["cos"], w["sin"],
             w["k_cache"], w["v_cache"], w["slot"], w["prefix"], w["mask"],
             self.dims.head_size**-0.5,
         )  # fmt: skip
-        if not self.fused:
+        route = (w["norm"], EPS, w["router"], self.dims.top_k)
+        if self.fused:
+            x, weight, expert, normed = ops.linear_route(o, w["out"], x, *route)
+        else:
             x = ops.linear_add(o, w["out"], x)
-            weight, expert = ops.norm_route(x, w["norm"], EPS, w["router"], self.dims.top_k)
-            self.experts.append(expert)
-            experts = (w["norm"], EPS, w["gate_up"], w["down"], weight, expert)
-            return ops.norm_moe_add(x, *experts, x), None
-        x, weight, expert, normed = ops.linear_route(
-            o, w["out"], x, w["norm"], EPS, w["router"], self.dims.top_k
-        )
+            weight, expert = ops.norm_route(x, *route)
         self.experts.append(expert)
         experts = (w["norm"], EPS, w["gate_up"], w["down"], weight, expert)
-        if not self.hand_on:
-            return ops.norm_moe_add(x, *experts, x, normed=normed), None
-        following = self.layers[i + 1] if i + 1 < len(self.layers) else self.head
-        x, normed = ops.norm_moe_add_norm(x, *experts, x, following["norm"], normed=normed)
-        return x, normed
+        y: torch.Tensor = ops.norm_moe_add(x, *experts, x, normed=normed)
+        return y
 
     def min_bytes(self, distinct_experts: float) -> float:
         """Weights touched (``distinct_experts`` a layer) and cache rows read."""

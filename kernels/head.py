@@ -10,7 +10,6 @@ import triton.language as tl
 from kernels.device import wait_for_predecessor
 from kernels.launch import launch, pdl_for, pow2
 from kernels.linear import norm_linear_ref, run_linear
-from kernels.norm import Normed
 
 
 def norm_linear_argmax_ref(
@@ -18,7 +17,6 @@ def norm_linear_argmax_ref(
     norm_weight_H: torch.Tensor,
     eps: float,
     weight_VH: torch.Tensor,
-    normed: Normed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(token_T int64, logit_T fp32)``: the largest logit of ``rms_norm(x) W^T`` and its place.
 
@@ -62,13 +60,11 @@ def norm_linear_argmax(
     norm_weight_H: torch.Tensor,
     eps: float,
     weight_VH: torch.Tensor,
-    normed: Normed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``norm_linear_argmax_ref``; the logits never reach memory."""
     _, _, value, index = run_linear(
-        "lm_head", x_TH, weight_VH, gain_K=norm_weight_H, eps=eps, store=False, argmax=True,
-        normed=normed,
-    )  # fmt: skip
+        "lm_head", x_TH, weight_VH, gain_K=norm_weight_H, eps=eps, store=False, argmax=True
+    )
     assert value is not None
     assert index is not None
     num_blocks, num_tokens = value.shape
@@ -87,11 +83,8 @@ def norm_lm_head(
     norm_weight_H: torch.Tensor,
     eps: float,
     weight_VH: torch.Tensor,
-    normed: Normed | None = None,
 ) -> torch.Tensor:
     """``norm_linear_ref`` with a configuration of its own: the logits ``y_TV``."""
-    out, _, _, _ = run_linear(
-        "lm_head", x_TH, weight_VH, gain_K=norm_weight_H, eps=eps, normed=normed
-    )
+    out, _, _, _ = run_linear("lm_head", x_TH, weight_VH, gain_K=norm_weight_H, eps=eps)
     assert out is not None
     return out

@@ -14,7 +14,7 @@ from kernels.linear_kernels import (
     linear_tokens_kernel,
     linear_vector_kernel,
 )
-from kernels.norm import MAX_HIDDEN, Normed, add_rms_norm, rms_norm, rms_norm_ref
+from kernels.norm import MAX_HIDDEN, add_rms_norm, rms_norm, rms_norm_ref
 from kernels.tuning import Config, config_for
 
 #: most tokens that pass by weights held in registers
@@ -26,9 +26,8 @@ def norm_linear_ref(
     norm_weight_K: torch.Tensor,
     eps: float,
     weight_OK: torch.Tensor,
-    normed: Normed | None = None,
 ) -> torch.Tensor:
-    """``y_TO = rms_norm(x) W^T``; ``normed`` changes nothing here."""
+    """``y_TO = rms_norm(x) W^T``."""
     return torch.nn.functional.linear(rms_norm_ref(x_TK, norm_weight_K, eps), weight_OK)
 
 
@@ -152,7 +151,6 @@ def run_linear(
     out_TO: torch.Tensor | None = None,
     store: bool = True,
     argmax: bool = False,
-    normed: Normed | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Launch for the whole family: ``(out, total, best_value_of_block, best_index_of_block)``."""
     num_tokens, num_inputs = x_TK.shape
@@ -174,15 +172,6 @@ def run_linear(
         shape,
         lambda: default_config(num_tokens, num_outputs, num_inputs, x_TK.element_size()),
     )
-    if normed is not None and not config["vector"]:
-        require(
-            normed.weighted_TH.shape == x_TK.shape and normed.weighted_TH.is_contiguous(),
-            f"{op}: the normed rows {list(normed.weighted_TH.shape)} do not fit x",
-        )
-        return _launch_linear(
-            op, normed.weighted_TH, weight_OK, config, None, None, eps, residual_TO, out_TO, store,
-            argmax, normed.squares_NT,
-        )  # fmt: skip
     if gain_K is not None and config.get("norm_first"):
         # a kernel of its own for the norm leaves the product's loop with loads and dots alone
         if added_TK is None:
@@ -230,7 +219,6 @@ def _launch_linear(
     out_TO: torch.Tensor | None,
     store: bool,
     argmax: bool,
-    squares_NT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     num_tokens, num_inputs = x_TK.shape
     num_outputs = weight_OK.shape[0]
@@ -296,12 +284,10 @@ def _launch_linear(
         counters = arrival_counters(device, token_blocks * blocks)
     launch(
         linear_matrix_kernel, (blocks, split, token_blocks), *pointers,
-        partial, partial_squares, counters, x_TK if squares_NT is None else squares_NT,
+        partial, partial_squares, counters,
         num_tokens, num_outputs, x_TK.stride(0), weight_OK.stride(0), num_outputs, eps,
         **flags, BLOCK_T=block_t, BLOCK_O=block_o, BLOCK_K=config["block_k"], SPLIT_K=split,
         STAGES=config["stages"], SWAP=bool(config.get("swap")), PRECISION="ieee",
-        NORM_PARTS=0 if squares_NT is None else len(squares_NT),
-        BLOCK_PARTS=1 if squares_NT is None else pow2(len(squares_NT)),
         PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
     )  # fmt: skip
     return out, total, value, index
@@ -313,16 +299,11 @@ def norm_linear(
     eps: float,
     weight_OK: torch.Tensor,
     out_TO: torch.Tensor | None = None,
-    normed: Normed | None = None,
 ) -> torch.Tensor:
-    """As ``norm_linear_ref``; ``out_TO`` may be given.
-
-    ``normed`` is the norm of x as the kernel that made x left it: it spares taking it again.
-    """
+    """As ``norm_linear_ref``; ``out_TO`` may be given."""
     out, _, _, _ = run_linear(
-        "norm_linear", x_TK, weight_OK, gain_K=norm_weight_K, eps=eps, out_TO=out_TO,
-        normed=normed,
-    )  # fmt: skip
+        "norm_linear", x_TK, weight_OK, gain_K=norm_weight_K, eps=eps, out_TO=out_TO
+    )
     assert out is not None
     return out
 

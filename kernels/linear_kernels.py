@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from kernels.device import add_rounded, dot, last_to_arrive, prefetch_l2, wait_for_predecessor
-from kernels.norm import row_scale
 
 
 @triton.jit
@@ -171,10 +170,10 @@ def matrix_product(
 @triton.jit
 def linear_matrix_kernel(
     x, added, gain, weight, residual, out, total, best_value, best_index,
-    partial, partial_squares, counters, norm_squares,
+    partial, partial_squares, counters,
     T, OUT, x_stride, weight_stride, out_stride, eps,
     K: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    STORE: tl.constexpr, ARGMAX: tl.constexpr, NORM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    STORE: tl.constexpr, ARGMAX: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -209,28 +208,24 @@ def linear_matrix_kernel(
                 )
                 squares += tl.load(base_squares + s * BLOCK_T + in_t, cache_modifier=".cg")
             _finish(
-                acc, squares, norm_squares, residual, out, best_value, best_index, t, o, pid_o, T,
-                OUT, out_stride, eps, K, HAS_NORM, HAS_RESIDUAL, STORE, ARGMAX, NORM_PARTS,
-                BLOCK_PARTS,
+                acc, squares, residual, out, best_value, best_index, t, o, pid_o, T, OUT,
+                out_stride, eps, K, HAS_NORM, HAS_RESIDUAL, STORE, ARGMAX,
             )  # fmt: skip
     else:
         _finish(
-            acc, squares, norm_squares, residual, out, best_value, best_index, t, o, pid_o, T, OUT,
-            out_stride, eps, K, HAS_NORM, HAS_RESIDUAL, STORE, ARGMAX, NORM_PARTS, BLOCK_PARTS,
+            acc, squares, residual, out, best_value, best_index, t, o, pid_o, T, OUT,
+            out_stride, eps, K, HAS_NORM, HAS_RESIDUAL, STORE, ARGMAX,
         )  # fmt: skip
 
 
 @triton.jit
 def _finish(
-    acc, squares, norm_squares, residual, out, best_value, best_index, t, o, pid_o, T, OUT,
-    out_stride, eps,
+    acc, squares, residual, out, best_value, best_index, t, o, pid_o, T, OUT, out_stride, eps,
     K: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, STORE: tl.constexpr,
-    ARGMAX: tl.constexpr, NORM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    ARGMAX: tl.constexpr,
 ):  # fmt: skip
     if HAS_NORM:
         acc *= tl.rsqrt(squares / K + eps)[:, None]
-    if NORM_PARTS:
-        acc *= row_scale(norm_squares, t, t < T, T, K, eps, NORM_PARTS, BLOCK_PARTS)[:, None]
     shown = (t < T)[:, None] & (o < OUT)[None, :]
     where = t.to(tl.int64)[:, None] * out_stride + o[None, :]
     if HAS_RESIDUAL:

@@ -121,8 +121,7 @@ def _run(
     residual_TH: torch.Tensor | None,
     out_TH: torch.Tensor | None,
     normed: Normed | None = None,
-    next_gain_H: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Normed | None]:
+) -> torch.Tensor:
     num_experts, double, hidden = gate_up_EJH.shape
     inter = double // 2
     num_tokens, top_k = expert_TK.shape
@@ -186,7 +185,7 @@ def _run(
     )
     if second.get("block_t", 16) != first.get("block_t", 16):
         slots = make_slots(expert_TK, num_experts, second.get("block_t", 16))
-    following = moe_down.run_down(
+    moe_down.run_down(
         hidden_PI,
         down_EHI,
         weight_TK,
@@ -196,9 +195,8 @@ def _run(
         second,
         slots,
         active,
-        next_gain_H,
-    )  # fmt: skip
-    return out, following
+    )
+    return out
 
 
 def moe_mlp(
@@ -209,7 +207,7 @@ def moe_mlp(
     expert_TK: torch.Tensor,
 ) -> torch.Tensor:
     """As ``moe_mlp_ref``."""
-    return _run(x_TH, None, 0.0, gate_up_EJH, down_EHI, weight_TK, expert_TK, None, None)[0]
+    return _run(x_TH, None, 0.0, gate_up_EJH, down_EHI, weight_TK, expert_TK, None, None)
 
 
 def norm_moe_add(
@@ -232,45 +230,4 @@ def norm_moe_add(
     return _run(
         x_TH, norm_weight_H, eps, gate_up_EJH, down_EHI, weight_TK, expert_TK, residual_TH, out_TH,
         normed,
-    )[0]  # fmt: skip
-
-
-def norm_moe_add_norm_ref(
-    x_TH: torch.Tensor,
-    norm_weight_H: torch.Tensor,
-    eps: float,
-    gate_up_EJH: torch.Tensor,
-    down_EHI: torch.Tensor,
-    weight_TK: torch.Tensor,
-    expert_TK: torch.Tensor,
-    residual_TH: torch.Tensor | None,
-    next_gain_H: torch.Tensor,
-    normed: Normed | None = None,
-) -> tuple[torch.Tensor, Normed | None]:
-    """``norm_moe_add`` and the norm with ``next_gain`` of its result, for the layer that follows.
-
-    Here, and where a kernel would not gain by it, the norm is None: the layer takes its own.
-    """
-    out_TH = norm_moe_add_ref(
-        x_TH, norm_weight_H, eps, gate_up_EJH, down_EHI, weight_TK, expert_TK, residual_TH
-    )
-    return out_TH, None
-
-
-def norm_moe_add_norm(
-    x_TH: torch.Tensor,
-    norm_weight_H: torch.Tensor,
-    eps: float,
-    gate_up_EJH: torch.Tensor,
-    down_EHI: torch.Tensor,
-    weight_TK: torch.Tensor,
-    expert_TK: torch.Tensor,
-    residual_TH: torch.Tensor | None,
-    next_gain_H: torch.Tensor,
-    normed: Normed | None = None,
-) -> tuple[torch.Tensor, Normed | None]:
-    """As ``norm_moe_add_norm_ref``; ``normed`` as ``norm_moe_add`` has it."""
-    return _run(
-        x_TH, norm_weight_H, eps, gate_up_EJH, down_EHI, weight_TK, expert_TK, residual_TH, None,
-        normed, next_gain_H,
     )  # fmt: skip

@@ -16,7 +16,6 @@ from kernels.moe_down_kernels import (
     down_vector_kernel,
 )
 from kernels.moe_rows import MAX_PAIRS_UNSORTED, Slots
-from kernels.norm import Normed
 from kernels.tuning import Config
 
 #: configuration values of "scheme"
@@ -98,13 +97,8 @@ def run_down(
     config: Config,
     slots: Slots,
     active: torch.Tensor | None,
-    next_gain_H: torch.Tensor | None = None,
-) -> Normed | None:
-    """Write ``out_TH``; ``active`` is what ``run_gate_up`` filled (stationary scheme only).
-
-    With ``next_gain_H`` returns the norm of the result
-    taken apart, except in the vector scheme: its many small programs would leave too many parts.
-    """
+) -> None:
+    """Write ``out_TH``; ``active`` is what ``run_gate_up`` filled (stationary scheme only)."""
     num_experts, hidden, inter = down_EHI.shape
     num_tokens, top_k = expert_TK.shape
     device = out_TH.device
@@ -122,18 +116,9 @@ def run_down(
             BLOCK_O=config["block_o"], BLOCK_I=config["block_i"], UNROLL=config["unroll"],
             **common,
         )  # fmt: skip
-        return None
+        return
     block = min(1024, pow2(hidden))
-    stationary = config["scheme"] == STATIONARY
-    following = None
-    if next_gain_H is not None:
-        parts = blocks if stationary else cdiv(hidden, block)
-        squares_NT = torch.empty(parts, num_tokens, dtype=torch.float32, device=device)
-        following = Normed(torch.empty_like(out_TH), squares_NT)
-    # what a flag switches off still needs a pointer of a fixed type
-    handed_on = (next_gain_H, *following) if following is not None else (out_TH, out_TH, out_TH)
-    has_next = following is not None
-    if stationary:
+    if config["scheme"] == STATIONARY:
         assert active is not None
         split, block_o = config["split"], config["block_o"]
         partial, counters = out_TH, out_TH
@@ -143,15 +128,14 @@ def run_down(
             counters = arrival_counters(device, blocks)
         launch(
             down_stationary_kernel, (blocks, split), hidden_PI, down_EHI, weight_TK, expert_TK,
-            active, active[num_experts:], residual, out_TH, *handed_on, partial,
-            counters,
+            active, active[num_experts:], residual, out_TH, partial, counters,
             num_tokens, hidden, *strides, INTER=inter, K=top_k,
-            HAS_RESIDUAL=has_residual, HAS_NEXT=has_next, SPLIT=split,
+            HAS_RESIDUAL=has_residual, SPLIT=split,
             BLOCK_T=MAX_STATIONARY_TOKENS,
             BLOCK_K=pow2(top_k), BLOCK_O=block_o, BLOCK_I=config["block_i"],
             STAGES=config["stages"], PRECISION="ieee", **common,
         )  # fmt: skip
-        return following
+        return
     pairs_PH = torch.empty(num_tokens * top_k, hidden, dtype=torch.float32, device=device)
     if config["scheme"] == SHARED:
         require(
@@ -175,7 +159,6 @@ def run_down(
         )  # fmt: skip
     launch(
         combine_kernel, (cdiv(hidden, block), num_tokens), pairs_PH, residual, out_TH,
-        *handed_on, hidden, K=top_k, HAS_RESIDUAL=has_residual,
-        HAS_NEXT=has_next, BLOCK=block, PDL=pdl, launch_pdl=pdl, num_warps=4,
+        hidden, K=top_k, HAS_RESIDUAL=has_residual, BLOCK=block,
+        PDL=pdl, launch_pdl=pdl, num_warps=4,
     )  # fmt: skip
-    return following

@@ -64,11 +64,9 @@ def down_vector_kernel(
 
 @triton.jit
 def down_stationary_kernel(
-    hidden, down, weights, experts, active, num_active, residual, out, next_gain, weighted, squares,
-    partial, counters,
+    hidden, down, weights, experts, active, num_active, residual, out, partial, counters,
     T, H, expert_stride, row_stride,
-    INTER: tl.constexpr, K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NEXT: tl.constexpr,
-    SPLIT: tl.constexpr,
+    INTER: tl.constexpr, K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -134,13 +132,7 @@ def down_stationary_kernel(
     if finish:
         if HAS_RESIDUAL:
             acc += tl.load(residual + where, mask=shown, other=0.0).to(tl.float32)
-        y = acc.to(out.dtype.element_ty)
-        tl.store(out + where, y, mask=shown)
-        if HAS_NEXT:
-            wide = y.to(tl.float32)
-            g = tl.load(next_gain + o, mask=in_o, other=0.0).to(tl.float32)
-            tl.store(weighted + where, (wide * g[None, :]).to(y.dtype), mask=shown)
-            tl.store(squares + pid_o * T + t, tl.sum(wide * wide, axis=1), mask=t < T)
+        tl.store(out + where, acc.to(out.dtype.element_ty), mask=shown)
 
 
 @triton.jit
@@ -233,9 +225,8 @@ def down_grouped_kernel(
 
 @triton.jit
 def combine_kernel(
-    pairs_in, residual, out, next_gain, weighted, squares, H,
-    K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NEXT: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    pairs_in, residual, out, H,
+    K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1).to(tl.int64)
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -245,12 +236,4 @@ def combine_kernel(
         acc += tl.load(pairs_in + (t * K + k) * H + o, mask=o < H, other=0.0)
     if HAS_RESIDUAL:
         acc += tl.load(residual + t * H + o, mask=o < H, other=0.0).to(tl.float32)
-    y = acc.to(out.dtype.element_ty)
-    tl.store(out + t * H + o, y, mask=o < H)
-    if HAS_NEXT:
-        # columns beyond H hold 0
-        wide = y.to(tl.float32)
-        g = tl.load(next_gain + o, mask=o < H, other=0.0).to(tl.float32)
-        tl.store(weighted + t * H + o, (wide * g).to(y.dtype), mask=o < H)
-        at = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        tl.store(squares + at, tl.sum(wide * wide, axis=0))
+    tl.store(out + t * H + o, acc.to(out.dtype.element_ty), mask=o < H)

@@ -64,8 +64,6 @@ from kernels.moe import (
     moe_mlp,
     moe_mlp_ref,
     norm_moe_add,
-    norm_moe_add_norm,
-    norm_moe_add_norm_ref,
     norm_moe_add_ref,
 )
 from kernels.norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
@@ -106,7 +104,6 @@ class OpSet:
     norm_route: Op
     linear_route: Op
     norm_moe_add: Op
-    norm_moe_add_norm: Op
     norm_lm_head: Op
     norm_linear_argmax: Op
     draft_input: Op
@@ -144,7 +141,6 @@ def opset(name: str) -> OpSet:
             norm_route=norm_route_ref,
             linear_route=linear_route_ref,
             norm_moe_add=norm_moe_add_ref,
-            norm_moe_add_norm=norm_moe_add_norm_ref,
             norm_lm_head=norm_linear_ref,
             norm_linear_argmax=norm_linear_argmax_ref,
             draft_input=draft_input_ref,
@@ -178,7 +174,6 @@ def opset(name: str) -> OpSet:
             norm_route=norm_route,
             linear_route=linear_route,
             norm_moe_add=norm_moe_add,
-            norm_moe_add_norm=norm_moe_add_norm,
             norm_lm_head=norm_lm_head,
             norm_linear_argmax=norm_linear_argmax,
             draft_input=draft_input,

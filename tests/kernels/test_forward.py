@@ -13,13 +13,13 @@ from kernels.opset import opset
 SMALL = replace(ODD, hidden=72, heads=4, head_size=16, experts=6, inter=24, vocab=90)
 
 
-@pytest.mark.parametrize("joined", ["apart", "joined", "norms-handed-on"])
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize("size", [(1, 1), (2, 3)], ids=["one-token", "two-trees-of-three"])
 def test_the_chain_equals_the_references_chain(
-    device: torch.device, size: tuple[int, int], joined: str
+    device: torch.device, size: tuple[int, int], fused: bool
 ) -> None:
-    forward = build_forward(SMALL, 1 if joined == "apart" else 2, size, 7, device, torch.float32)
-    forward.fused, forward.hand_on = joined != "apart", joined == "norms-handed-on"
+    forward = build_forward(SMALL, 2, size, 7, device, torch.float32)
+    forward.fused = fused
     forward.run()
     got, token = forward.hidden, forward.token
     forward.ops = opset("reference")

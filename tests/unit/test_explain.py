@@ -385,5 +385,5 @@ def test_explain_stays_usable_at_ten_thousand_measurements(tmp_path: Path) -> No
     found = explained(made, "5")
     show(found, Console(width=100, file=(tmp_path / "out").open("w"), markup=False))
     assert to_json(found)["importances"]
-    # the bar of 2 s is held in bench/explain_diff_speed.py; this only catches a wrong order
+    # the bar of 2 s is held in bench/cli_speed.py; this only catches a wrong order
     assert time.process_time() - began < 20

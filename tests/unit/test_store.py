@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import inspect, text
-from study_files import sim_study
+from store_cases import KNOBS, WORKLOAD, claim, new_study
 
 from autotune.errors import AutotuneError, UserError
 from autotune.history import History
@@ -16,23 +16,9 @@ from autotune.records import Failure, Measurement, Provenance
 from autotune.store.database import VERSION_TABLE, open_engine, parse_url
 from autotune.store.store import Store
 from autotune.store.tables import METADATA
-from autotune.store.views import NoiseFloor, StudyView, WorkerView
+from autotune.store.views import NoiseFloor, WorkerView
 from autotune.store.workers import is_alive, worked_s
-from model.spec import Interval, Knobs, Prediction, Workload
-
-KNOBS = Knobs.of({"speculation.method": "eagle3", "speculation.steps": 3, "speculation.topk": 1})
-WORKLOAD = Workload(
-    prompts="builtin:code",
-    prompts_sha256="0" * 64,
-    chat_template=None,
-    input_len=10,
-    output_len=20,
-    context=20,
-    temperature=0.0,
-    ignore_eos=True,
-    seed=0,
-    concurrency=1,
-)
+from model.spec import Interval, Prediction
 
 
 @pytest.fixture
@@ -43,29 +29,6 @@ def url(tmp_path: Path) -> str:
 @pytest.fixture
 def store(url: str) -> Store:
     return Store.create(url)
-
-
-def new_study(store: Store, name: str = "s") -> StudyView:
-    return store.add_study(
-        name=name,
-        text=str(sim_study()),
-        label="s.yaml",
-        base_dir=Path("/"),
-        machine=None,
-        workloads={1: WORKLOAD},
-    )
-
-
-def claim(store: Store, study: StudyView, worker: int, what: str = "search:x") -> int | None:
-    return store.claim_trial(
-        study_id=study.id,
-        claim=what,
-        role="search",
-        origin="test",
-        knobs=KNOBS,
-        group_id="g",
-        worker_id=worker,
-    )
 
 
 def measurement(repeat: int, value: float | None = 10.0, failure: Failure | None = None):

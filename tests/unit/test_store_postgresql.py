@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.engine import make_url
+from store_cases import KNOBS, claim, new_study
 from study_files import sim_study, write_study
 
 from autotune.errors import AutotuneError, UserError
@@ -24,24 +25,9 @@ from autotune.records import Failure, Measurement, Provenance
 from autotune.store.database import HEAD_REVISION, VERSION_TABLE, open_engine, parse_url
 from autotune.store.store import Store
 from autotune.store.tables import METADATA
-from autotune.store.views import StudyView
-from model.spec import Knobs, Workload
 
 SERVER = os.environ.get("AUTOTUNE_TEST_POSTGRESQL")
 pytestmark = pytest.mark.skipif(SERVER is None, reason="AUTOTUNE_TEST_POSTGRESQL is not set")
-KNOBS = Knobs.of({"speculation.method": "eagle3", "speculation.steps": 3, "speculation.topk": 1})
-WORKLOAD = Workload(
-    prompts="builtin:code",
-    prompts_sha256="0" * 64,
-    chat_template=None,
-    input_len=10,
-    output_len=20,
-    context=20,
-    temperature=0.0,
-    ignore_eos=True,
-    seed=0,
-    concurrency=1,
-)
 
 
 @pytest.fixture
@@ -56,29 +42,6 @@ def url() -> Iterator[str]:
     with admin.connect() as connection:
         connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
     admin.dispose()
-
-
-def new_study(store: Store, name: str = "s") -> StudyView:
-    return store.add_study(
-        name=name,
-        text=str(sim_study()),
-        label="s.yaml",
-        base_dir=Path("/"),
-        machine=None,
-        workloads={1: WORKLOAD},
-    )
-
-
-def claim(store: Store, study: StudyView, worker: int, what: str = "search:x") -> int | None:
-    return store.claim_trial(
-        study_id=study.id,
-        claim=what,
-        role="search",
-        origin="test",
-        knobs=KNOBS,
-        group_id="g",
-        worker_id=worker,
-    )
 
 
 def measurement(repeat: int) -> Measurement:

@@ -37,6 +37,7 @@ from bench.engine_warm import (
     stage_warm_all,
     stage_warm_near_tie,
     stage_warm_tiny,
+    stage_warm_tp2,
 )
 from engine.api import Engine
 from engine.errors import EngineError
@@ -134,6 +135,7 @@ STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     "warm_all": (stage_warm_all, 120),
     "warm_tiny": (stage_warm_tiny, 120),
     "warm_near_tie": (stage_warm_near_tie, 60),
+    "warm_tp2": (stage_warm_tp2, 100),
     "q8": (stage_q8, 90),
     "q48": (stage_q48, 110),
     "fp32": (stage_fp32, 90),

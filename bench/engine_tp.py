@@ -14,6 +14,8 @@ Emit = Callable[..., None]
 
 CHAIN = SpeculationConfig(method="eagle3", steps=3, topk=1)
 TREE = SpeculationConfig(method="eagle3", steps=5, topk=2, draft_tokens=12)
+#: two GPUs whose NCCL goes through host memory, the stand-in for a PCIe host
+THROUGH_HOST: dict[str, Any] = {"tp": 2, "environment": {"NCCL_P2P_DISABLE": "1"}}
 #: two ranks on GPU 0: their tensors go through the host, which no graph can capture
 SHARED: dict[str, Any] = {
     "tp": 2,
@@ -37,12 +39,12 @@ def stage_tp2(emit: Emit) -> None:
     """Two GPUs: over NVLink, and through host memory."""
     if not two_gpus(emit, "8 layers, 2 GPUs"):
         return
-    for name, environment in (
-        ("8 layers, 2 GPUs, P2P off", {"NCCL_P2P_DISABLE": "1"}),
-        ("8 layers, 2 GPUs, NVLink", {}),
+    for name, changes in (
+        ("8 layers, 2 GPUs, P2P off", THROUGH_HOST),
+        ("8 layers, 2 GPUs, NVLink", {"tp": 2}),
     ):
         try:
-            plain_rows(emit, 8, (1, 4, 16), 3, name, tp=2, environment=environment)
+            plain_rows(emit, 8, (1, 4, 16), 3, name, **changes)
         except EngineError as error:
             # the other link is still worth measuring
             emit(row="failure", name=name, error=error.message[:500], log=error.log_tail[-3000:])
@@ -52,12 +54,10 @@ def stage_tp2spec(emit: Emit) -> None:
     """Two GPUs through host memory: the tiny model's outputs and an EAGLE-3 cycle of a slice."""
     if not two_gpus(emit, "speculation on 2 GPUs"):
         return
-    environment = {"NCCL_P2P_DISABLE": "1"}
-    draft = {"weights": "random"}
-    with Engine(config(8, 4, tp=2, environment=environment, draft=draft)) as engine:
+    with Engine(config(8, 4, draft={"weights": "random"}, **THROUGH_HOST)) as engine:
         row = measure(engine, 1, K3, 3)
         emit(row="eagle3 k=3", name="8 layers, 2 GPUs, P2P off", layers=8, **row)
-    tiny_rows(emit, "tiny, 2 GPUs, P2P off", {"tp": 2, "environment": environment})
+    tiny_rows(emit, "tiny, 2 GPUs, P2P off", THROUGH_HOST)
 
 
 def stage_tp2_one_gpu(emit: Emit) -> None:

@@ -9,23 +9,25 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from bench.engine_near_tie import AT_ONCE, KINDS
 from bench.engine_tiny import TINY_KINDS
+from bench.engine_tp import THROUGH_HOST
 
 Emit = Callable[..., None]
 _ROOT = Path(__file__).resolve().parent.parent
 _HEAD = f"import sys; sys.path.insert(0, {str(_ROOT)!r})\nfrom engine.api import Engine\n"
 _SLICE = (
     "import bench.engine_rows as r\n"
-    "with Engine(r.config(2, 64, draft={{'weights': 'random'}})) as e:\n"
+    "with Engine(r.config(2, 64, draft={{'weights': 'random'}}, **{changes})) as e:\n"
     "    e.generate(r.requests({batch}, 6, 1), r.{spec}, concurrency={batch})\n"
 )
 _TINY = (
     "import bench.engine_tiny as t, bench.engine_near_tie as n\n"
     "spec = (t.TINY_KINDS | n.KINDS)[{kind!r}]\n"
     "asks = t.tiny_requests(16, 128, 24)\n"
-    "with Engine(t.tiny_config(dtype={dtype!r}, cuda_graph=n.GRAPHS)) as e:\n"
+    "with Engine(t.tiny_config(dtype={dtype!r}, cuda_graph=n.GRAPHS, **{changes})) as e:\n"
     "    for size in {sizes}: e.generate(asks[:size], spec, concurrency=size)\n"
     "    if {kind!r} == 'off': e.generate(asks, spec, concurrency=16, margins=True)\n"
 )
@@ -68,9 +70,24 @@ def stage_warm_near_tie(emit: Emit) -> None:
     _compile(emit, _near_ties())
 
 
-def _slices() -> dict[str, str]:
-    sizes = [(1, "OFF"), (4, "OFF"), (16, "OFF"), (64, "OFF"), (1, "K3"), (4, "K3")]
-    return {f"{b} {spec}": _SLICE.format(batch=b, spec=spec) for b, spec in sizes}
+def stage_warm_tp2(emit: Emit) -> None:
+    """What the stages ``tp2`` and ``tp2spec`` run: half of every sharded weight."""
+    slices = _slices((1, 4, 16), THROUGH_HOST)
+    tiny = {
+        f"tiny {kind}, 2 GPUs": _tiny(kind, "bfloat16", (1, 4, 16), THROUGH_HOST)
+        for kind in TINY_KINDS
+    }
+    _compile(emit, slices | tiny)
+
+
+def _slices(
+    batches: tuple[int, ...] = (1, 4, 16, 64), changes: Mapping[str, Any] | None = None
+) -> dict[str, str]:
+    sizes = [*((b, "OFF") for b in batches), (1, "K3"), (4, "K3")]
+    return {
+        f"{b} {spec}": _SLICE.format(batch=b, spec=spec, changes=dict(changes or {}))
+        for b, spec in sizes
+    }
 
 
 def _near_ties() -> dict[str, str]:
@@ -81,5 +98,7 @@ def _near_ties() -> dict[str, str]:
     }
 
 
-def _tiny(kind: str, dtype: str, sizes: tuple[int, ...]) -> str:
-    return _TINY.format(kind=kind, dtype=dtype, sizes=sizes)
+def _tiny(
+    kind: str, dtype: str, sizes: tuple[int, ...], changes: Mapping[str, Any] | None = None
+) -> str:
+    return _TINY.format(kind=kind, dtype=dtype, sizes=sizes, changes=dict(changes or {}))

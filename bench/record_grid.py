@@ -1,15 +1,21 @@
 """Record every configuration of a study's space as a file that ``replay`` serves.
 
     python -m bench.record_grid --out DIR [--study studies/h200-grid.yaml] [--budget 180]
-        [--passes 3] [--engines 12] [--p2p-disable]
+        [--passes 3] [--engines 12] [--p2p-disable] [--warm-only]
 
-A few engines per group (graphs, NCCL) are started and stay, so that a repeat of any configuration
-costs no start; they compile and capture beside each other, and measure one at a time. A pass takes
-every configuration at every level once, over all groups in one random order; every second pass is
-the one before it backwards, so that a linear drift falls on all alike.
+Engines for every group (graphs, NCCL) are started and stay, so that a repeat of any configuration
+costs no start. A pass takes every configuration at every level once, over all groups in one random
+order; every second pass is the one before it backwards, so that a linear drift falls on all alike.
 Repeats go through the engine backend, as a study's do (warm-up, output check, health, memory), and
 each is written when it is taken; the budget ends the run cleanly wherever it is.
-``--p2p-disable`` sends NCCL through host memory, the stand-in for a PCIe host.
+
+One engine works at a time wherever ranks talk to each other: GPUs switch between processes without
+regard to each other, so beside k engines a collective waits about k time slices for its peer, some
+thousand times what it takes alone. Engines of one rank prepare (kernels, graphs, the check of the
+output) beside each other and measure one at a time.
+
+``--warm-only`` only compiles, into the kernels' cache, beside whatever else warms up; a recording
+does without it. ``--p2p-disable`` sends NCCL through host memory, the stand-in for a PCIe host.
 """
 
 import argparse
@@ -25,10 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.backends.base import BackendContext, Group
+from autotune.backends.base import BackendContext, BackendFailure, Group
 from autotune.backends.engine_args import visible_gpus
 from autotune.backends.engine_backend import EngineBackend
-from autotune.backends.recording import Recorded, recorded_line
+from autotune.backends.recording import Recorded, portable, recorded_line
 from autotune.schemas import Study
 from autotune.space import baseline_knobs, build_space
 from autotune.study_file import load_study
@@ -67,40 +73,61 @@ def passes(cells: Sequence[Cell], count: int, seed: int = 0) -> Iterator[tuple[i
         yield number, list(order)
 
 
-class Recorder:
-    """Some engines per group, and the file that repeats go to.
+@dataclass(slots=True)
+class Spent:
+    """Seconds of a pass: before a repeat (warm-up, plain output), in it, after it (check)."""
 
-    A cell always runs on the same engine. Only one engine measures at a time; preparing (kernels,
-    graphs, the check of the output) is what they do beside each other.
+    before_s: float = 0.0
+    measured_s: float = 0.0
+    after_s: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.before_s:.0f} s before repeats, {self.measured_s:.0f} s in them, "
+            f"{self.after_s:.0f} s after"
+        )
+
+
+class Recorder:
+    """Some engines per group, and the file that repeats go to. A cell keeps its engine.
+
+    ``engines``: how many of one rank prepare the baseline's group beside each other, half as many
+    every other group. Groups of several ranks have one each.
     """
 
     def __init__(
         self, study: Study, folder: Path, path: Path, deadline_s: float, engines: int = 1
     ) -> None:
         self.path, self.deadline_s = path, deadline_s
+        self.places = {str(ROOT): "", str(folder.resolve()): "logs", str(Path.home()): "~"}
         self.knobs, self.baseline = all_knobs(study)
         self.workloads: dict[int, Workload] = study_workloads(study)
         self.taken: Counter[Cell] = Counter()
         self.failed: Counter[str] = Counter()
         self.order = 0
+        self.spent = Spent()
         self.first = EngineBackend(context_of(study, folder, "first"))
         #: each engine with the group it opens
         self.backends: list[tuple[EngineBackend, Group]] = []
-        self._engine_of: dict[Cell, EngineBackend] = {}
+        self.engine_of: dict[Cell, EngineBackend] = {}
         groups = list(dict.fromkeys(self.first.group(knobs) for knobs in self.knobs))
+        pool = [(knobs, level) for knobs in self.knobs for level in self.workloads]
+        #: whether ranks talk to each other
+        self.talks = any(knobs.tp > 1 for knobs in self.knobs)
         for group in groups:
-            cells = [cell for cell in self.cells() if self.first.group(cell[0]) == group]
+            cells = [cell for cell in pool if self.first.group(cell[0]) == group]
             # the first group compiles for all
-            parts = min(engines if group is groups[0] else -(-engines // 2), len(cells))
+            parts = engines if group is groups[0] else -(-engines // 2)
+            parts = 1 if self.talks else min(parts, len(cells))
             for part in range(parts):
                 backend = self.first
                 if self.backends:
                     name = f"engine{len(self.backends)}"
                     backend = EngineBackend(context_of(study, folder, name))
                     # plain decoding of the same prompts, whatever the group
-                    backend.share_references(self.first)
+                    backend.share(self.first)
                 self.backends.append((backend, group))
-                self._engine_of |= dict.fromkeys(cells[part::parts], backend)
+                self.engine_of |= dict.fromkeys(cells[part::parts], backend)
 
     @property
     def left_s(self) -> float:
@@ -108,18 +135,38 @@ class Recorder:
         return self.deadline_s - time.monotonic()
 
     def open(self) -> None:
-        """Start all engines beside each other; a group that does not start ends the recording."""
+        """Start all engines beside each other; cells of one that does not start are left out.
+
+        Raises ``BackendFailure`` for the baseline's.
+        """
+
+        def start(item: tuple[EngineBackend, Group]) -> BackendFailure | None:
+            try:
+                item[0].open(item[1])
+            except BackendFailure as error:
+                return error
+            return None
+
         with ThreadPoolExecutor(len(self.backends)) as pool:
-            list(pool.map(lambda item: item[0].open(item[1]), self.backends))
+            failures = list(pool.map(start, self.backends))
+        for (backend, group), failure in zip(self.backends, failures, strict=True):
+            if failure is not None and backend is self.first:
+                raise failure
+            if failure is not None:
+                print(f"left out: {dict(group.settings)}: {failure}", flush=True)
+                gone = [cell for cell, mine in self.engine_of.items() if mine is backend]
+                self.engine_of = {c: b for c, b in self.engine_of.items() if c not in gone}
 
     def prepare(self) -> None:
-        """Measure every cell once for nothing: kernels, graphs and the check of its output.
+        """Make the plain output that all compare with; engines of one rank visit all their cells.
 
-        The baseline comes first, because outputs are compared with it; then the first group, whose
-        compiled kernels the others load.
+        Those of several ranks are left to their first repeat, which warms up as any does.
         """
         for level in self.workloads:
             self.first.measure(self.baseline, self.workloads[level], 0)
+        if self.talks:
+            return
+        # the first group's compiled kernels are loaded by the others
         first_group = self.backends[0][1]
         for firsts in (True, False):
             chosen = [b for b, group in self.backends if (group == first_group) == firsts]
@@ -127,38 +174,49 @@ class Recorder:
                 list(pool.map(self._prepare, chosen))
 
     def _prepare(self, backend: EngineBackend) -> None:
-        for (knobs, level), mine in self._engine_of.items():
+        for (knobs, level), mine in self.engine_of.items():
             if mine is backend and self.left_s > _LEAST_S:
                 backend.measure(knobs, self.workloads[level], 0)
 
     def close(self) -> None:
         """Stop all engines."""
-        for backend, _ in self.backends:
-            backend.close()
+        with ThreadPoolExecutor(len(self.backends)) as pool:
+            list(pool.map(lambda item: item[0].close(), self.backends))
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line."""
+        """Append a line, without paths of this machine."""
         with self.path.open("a") as file:
-            file.write(json.dumps(line, sort_keys=True) + "\n")
+            file.write(json.dumps(portable(line, self.places), sort_keys=True) + "\n")
 
     def provenance(self) -> None:
-        """Where the numbers come from: the baseline's engine stands for all."""
+        """Where the numbers come from: the baseline's engine stands for all, but for NCCL.
+
+        What NCCL chose elsewhere is under ``nccl.groups``, with the settings of each group.
+        """
         found = self.first.provenance()
+        if found.nccl:
+            groups = [
+                {"settings": dict(group.settings), "nccl": chosen}
+                for backend, group in self.backends
+                if backend is not self.first and (chosen := backend.nccl())
+            ]
+            found = found.model_copy(update={"nccl": {**found.nccl, "groups": groups}})
         if os.environ.get("AUTOTUNE_COMMIT"):
             found = found.model_copy(update={"commit": os.environ["AUTOTUNE_COMMIT"]})
         self.write({"kind": "provenance", "provenance": found.model_dump(mode="json")})
 
     def cells(self) -> list[Cell]:
         """What a pass takes."""
-        return [(knobs, level) for knobs in self.knobs for level in self.workloads]
+        return list(self.engine_of)
 
     def take(self, knobs: Knobs, level: int) -> None:
         """One repeat; what did not run is in the file as well."""
         if self.failed[knobs.id] >= _MOST_FAILURES:
             return
-        backend = self._engine_of[knobs, level]
+        backend = self.engine_of[knobs, level]
         workload = self.workloads[level]
         repeat = self.taken[knobs, level]
+        began_s = time.time()
         measured = backend.measure(knobs, workload, repeat)
         measured = measured.model_copy(update={"order": self.order})
         self.order += 1
@@ -167,6 +225,46 @@ class Recorder:
             self.failed[knobs.id] += 1
             print(f"{knobs.id} at {level}: {measured.failure.message[:200]}", flush=True)
         self.write(recorded_line(Recorded(knobs, workload, measured)))
+        started_s, ended_s = measured.started.timestamp(), measured.ended.timestamp()
+        self.spent.before_s += started_s - began_s
+        self.spent.measured_s += ended_s - started_s
+        self.spent.after_s += time.time() - ended_s
+
+    def run(self, count: int) -> None:
+        """Passes until the budget ends."""
+        for number, order in passes(self.cells(), count):
+            self.spent = Spent()
+            for knobs, level in order:
+                if self.left_s < _LEAST_S:
+                    break
+                self.take(knobs, level)
+            print(
+                f"pass {number}: {self.order} repeats, {self.spent}; {self.left_s:.0f} s left",
+                flush=True,
+            )
+
+
+def warm(study: Study, folder: Path, engines: int) -> int:
+    """Compile what the baseline's group needs, on engines beside each other; how many cells."""
+    lead = EngineBackend(context_of(study, folder, "warm"))
+    knobs, baseline = all_knobs(study)
+    group = lead.group(baseline)
+    workloads = study_workloads(study)
+    mine = [each for each in knobs if lead.group(each) == group]
+
+    def part(number: int) -> None:
+        backend = EngineBackend(context_of(study, folder, f"warm{number}"))
+        try:
+            backend.open(group)
+            for each in mine[number::engines]:
+                for workload in workloads.values():
+                    backend.warm(each, workload)
+        finally:
+            backend.close()
+
+    with ThreadPoolExecutor(engines) as pool:
+        list(pool.map(part, range(min(engines, len(mine)))))
+    return len(mine) * len(workloads)
 
 
 def context_of(study: Study, folder: Path, name: str) -> BackendContext:
@@ -185,12 +283,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--p2p-disable", action="store_true", help="NCCL through host memory")
     parser.add_argument("--engines", type=int, default=12, help="of the first group; others half")
+    parser.add_argument("--warm-only", action="store_true", help="compile, record nothing")
     args = parser.parse_args(argv)
     start_s = time.monotonic()
     if args.p2p_disable:
         os.environ["NCCL_P2P_DISABLE"] = "1"
     study = load_study(args.study).study
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.warm_only:
+        num_cells = warm(study, args.out / "logs", args.engines)
+        print(f"{num_cells} cells warm after {time.monotonic() - start_s:.0f} s", flush=True)
+        return 0
     path = args.out / f"{study.name}.jsonl"
     recorder = Recorder(study, args.out / "logs", path, start_s + args.budget, args.engines)
     try:
@@ -201,18 +304,15 @@ def main(argv: list[str] | None = None) -> int:
         recorder.prepare()
         print(f"prepared after {time.monotonic() - start_s:.0f} s", flush=True)
         recorder.provenance()
-        for number, order in passes(recorder.cells(), args.passes):
-            for knobs, level in order:
-                if recorder.left_s < _LEAST_S:
-                    break
-                recorder.take(knobs, level)
-            print(
-                f"pass {number}: {recorder.order} repeats, {recorder.left_s:.0f} s left", flush=True
-            )
+        recorder.run(args.passes)
+    except BackendFailure as error:
+        print(f"record_grid: the baseline's engine: {error}", file=sys.stderr)
+        return 1
     finally:
         recorder.close()
     least = min((recorder.taken[cell] for cell in recorder.cells()), default=0)
     print(f"{path}: {recorder.order} repeats of {len(recorder.knobs)} knobs, at least {least} each")
+    print(f"ended after {time.monotonic() - start_s:.0f} s")
     return 0
 
 

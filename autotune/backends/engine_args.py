@@ -40,6 +40,8 @@ class EngineArgs(Schema):
     max_context: Count | None = None
     #: NCCL log per rank: "tuning" adds one line per all-reduce, which costs time without graphs
     nccl_log: Literal["auto", "init", "tuning"] = "auto"
+    #: tokens of a warm-up request: enough cycles for caches, kernels and graphs to settle
+    warmup_tokens: Count = 24
     #: first seed of sampled requests (temperature above 0)
     sampling_seed: Annotated[StrictInt, Field(ge=0)] = 0
 

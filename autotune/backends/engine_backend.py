@@ -51,8 +51,6 @@ from engine.results import Request, RunResult
 from model.spec import Knobs, Scalar, Workload
 
 _GRAPHS = ("cuda_graph.draft", "cuda_graph.verify", "cuda_graph.extend")
-#: tokens of a warm-up request: enough cycles for caches, kernels and graphs to settle
-WARMUP_TOKENS = 24
 #: failures after which the workers are gone
 _FATAL = ("oom", "crash", "hang")
 
@@ -77,9 +75,23 @@ class EngineBackend:
         self._num_starts = 0
         self._health = RecentHealth(lambda: snapshot(self._settings.device))
 
-    def share_references(self, other: "EngineBackend") -> None:
-        """Compare output with the plain decoding of ``other``, which measures the same study."""
+    def share(self, other: "EngineBackend") -> None:
+        """Use what ``other``, which measures the same study, knows: plain output, device health."""
         self._baselines = other._baselines
+        self._health = other._health
+
+    def warm(self, knobs: Knobs, workload: Workload) -> None:
+        """Compile and capture what a repeat needs, measuring nothing.
+
+        Raises ``BackendFailure`` when the workers fail.
+        """
+        require_open(self, self._group, knobs)
+        try:
+            self._warm_up(self._running(), knobs, workload, self._prompts(workload))
+        except EngineError as error:
+            if error.kind in _FATAL:
+                self._drop()
+            raise BackendFailure(_failure(error, "warmup")) from error
 
     def group(self, knobs: Knobs) -> Group:
         """Settings that need new workers.
@@ -157,17 +169,19 @@ class EngineBackend:
         config: dict[str, Any] = {"backend": self.name, "engine": None}
         if self._config is not None:
             config["engine"] = self._config.model_dump(mode="json")
-        nccl: Mapping[str, object] = self._proof.nccl or {}
-        if nccl:
-            # graphs that were captured since the start logged the calls inside them
-            nccl = nccl_summary(parse_nccl_logs(self._nccl_logs()))
         return collect_provenance(
             config,
             device=self._settings.device,
             ranks=self._proof.ranks,
             machine_fingerprint=machine_fingerprint(),
-            nccl=dict(nccl),
+            nccl=self.nccl(),
         )
+
+    def nccl(self) -> dict[str, object]:
+        """What NCCL's log says it chose, in graphs captured since the start too; empty without."""
+        if not self._proof.nccl:
+            return {}
+        return nccl_summary(parse_nccl_logs(self._nccl_logs()))
 
     def close(self) -> None:
         """Stop the workers; safe to call at any time."""
@@ -213,12 +227,11 @@ class EngineBackend:
         try:
             with watch:
                 self._prove(engine, settings)
-        except EngineError as error:
+        except (EngineError, BackendFailure) as error:
             self._drop()
+            if isinstance(error, BackendFailure):
+                raise
             raise BackendFailure(explained(_failure(error, "start"), watch.last)) from error
-        except BackendFailure:
-            self._drop()
-            raise
 
     def _prove(self, engine: Engine, settings: dict[str, Scalar | None]) -> None:
         """Read back what the workers have; raise ``setting_not_effective`` on a difference."""
@@ -252,19 +265,13 @@ class EngineBackend:
             self._prompts_of[level] = study_prompts(self._study, count).token_ids
         return self._prompts_of[level]
 
-    def _warm_up(
-        self,
-        engine: Engine,
-        knobs: Knobs,
-        workload: Workload,
-        prompts: Prompts,
-    ) -> None:
+    def _warm_up(self, engine: Engine, knobs: Knobs, workload: Workload, prompts: Prompts) -> None:
         key = (knobs.id, workload.concurrency)
         if key in self._warm:
             return
         for _ in range(self._study.measure.warmup):
             few = prompts[: workload.concurrency]
-            self._generate(engine, knobs, workload, few, WARMUP_TOKENS)
+            self._generate(engine, knobs, workload, few, self._settings.args.warmup_tokens)
         self._warm.add(key)
 
     def _plain(
@@ -290,13 +297,9 @@ class EngineBackend:
         )
 
     def _generate(
-        self,
-        engine: Engine,
-        knobs: Knobs,
-        workload: Workload,
-        prompts: Prompts,
+        self, engine: Engine, knobs: Knobs, workload: Workload, prompts: Prompts,
         max_tokens: int | None = None,
-    ) -> RunResult:
+    ) -> RunResult:  # fmt: skip
         """Run ``prompts``, as many at a time as the level has slots."""
         return engine.generate(
             self._requests(workload, prompts, max_tokens),

@@ -7,8 +7,9 @@ or ``measurement`` (a repeat with the knobs and the workload it belongs to).
 import dataclasses
 import gzip
 import json
+import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,27 @@ def recorded_line(recorded: Recorded) -> dict[str, Any]:
         "workload": dataclasses.asdict(recorded.workload),
         "measurement": recorded.measurement.model_dump(mode="json"),
     }
+
+
+def portable(value: Any, places: Mapping[str, str]) -> Any:
+    """``value`` (plain JSON) without paths of the machine: each folder in ``places`` by its name.
+
+    The name "" makes what lies below a folder relative to it. A folder inside another one wins.
+    """
+    if isinstance(value, dict):
+        return {key: portable(each, places) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [portable(each, places) for each in value]
+    if not isinstance(value, str):
+        return value
+    for folder in sorted(places, key=len, reverse=True):
+        if folder.strip("/"):
+            name = places[folder].replace("\\", r"\\")
+            # not the beginning of a longer name, nor the middle of a longer path
+            at = rf"(?<![\w./-]){re.escape(folder.rstrip('/'))}"
+            value = re.sub(f"{at}/", f"{name}/" if name else "", value)
+            value = re.sub(rf"{at}(?![\w.-])", name or ".", value)
+    return value
 
 
 def _recorded(values: dict[str, Any]) -> Recorded:

@@ -12,7 +12,7 @@ import yaml
 from contract_harness import ROOT
 from rich.console import Console
 
-from autotune.backends.recording import read_recording
+from autotune.backends.recording import portable, read_recording
 from autotune.errors import UserError
 from autotune.outcome import Outcome
 from autotune.plan import create_study, make_plan, stored_plan
@@ -21,6 +21,7 @@ from autotune.stopping import StopFlag
 from autotune.store.store import Store
 from autotune.study import StudyRun
 from autotune.study_file import load_study
+from model.spec import Knobs
 
 sys.path.insert(0, str(ROOT))
 from bench.record_grid import Recorder, passes
@@ -76,24 +77,26 @@ def replayed(study: Path, folder: Path) -> Outcome:
     return StudyRun(plan, view, store, progress, StopFlag()).run()
 
 
+# one rank: two engines of the baseline's group and one of the other; two ranks: one of each
+@pytest.mark.parametrize(("tp", "num_engines"), [(1, 3), (2, 2)], ids=["one rank", "two ranks"])
 def test_a_recorded_space_is_searched_again_without_the_machine(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int, num_engines: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "grid.jsonl"
-    study = load_study(study_file(tmp_path, checkpoint)).study
+    space = SPACE | {"parallel.tp": tp}
+    study = load_study(study_file(tmp_path, checkpoint, space=space)).study
     recorder = Recorder(study, tmp_path / "logs", path, time.monotonic() + 250, engines=2)
-    # two of the baseline's group, one of the other
-    assert len(recorder.backends) == 3
+    assert len(recorder.backends) == num_engines
     try:
         recorder.open()
         recorder.prepare()
         recorder.provenance()
-        for _, order in passes(recorder.cells(), 2):
-            for knobs, level in order:
-                recorder.take(knobs, level)
+        recorder.run(2)
     finally:
         recorder.close()
+    text = path.read_text()
+    assert not [folder for folder in (ROOT, tmp_path / "logs", Path.home()) if str(folder) in text]
     recording = read_recording(path)
     assert recording.provenance is not None
     cells = Counter((r.knobs.id, r.workload.concurrency) for r in recording.repeats)
@@ -107,9 +110,71 @@ def test_a_recorded_space_is_searched_again_without_the_machine(
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert read_recording(packed) == recording
     backend = {"kind": "replay", "args": {"path": packed.name}}
-    outcome = replayed(study_file(tmp_path, checkpoint, backend=backend), tmp_path)
+    again = study_file(tmp_path, checkpoint, backend=backend, space=space)
+    outcome = replayed(again, tmp_path)
     assert outcome.num_search_trials == 4
     assert outcome.num_failed == 0
+
+
+def test_the_budget_ends_a_pass_and_what_was_taken_stays(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "grid.jsonl"
+    space = SPACE | {"host.numa_bind": False, "speculation.method": "off"}
+    study = load_study(study_file(tmp_path, checkpoint, space=space)).study
+    recorder = Recorder(study, tmp_path / "logs", path, time.monotonic() + 250)
+    take, taken = recorder.take, 3
+
+    def ending(knobs: Knobs, level: int) -> None:
+        take(knobs, level)
+        if recorder.order == taken:
+            recorder.deadline_s = time.monotonic()
+
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(recorder, "take", ending)
+    try:
+        recorder.open()
+        recorder.prepare()
+        recorder.run(5)
+    finally:
+        recorder.close()
+        monkey.undo()
+    assert len(read_recording(path).repeats) == taken
+    assert "pass 4: 3 repeats" in capsys.readouterr().out
+
+
+PLACES = {"/work/here": "", "/work/here/out/logs": "logs", "/root": "~"}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("/work/here/studies/models/tiny", "studies/models/tiny"),
+        ("/work/here", "."),
+        ("/work/here:/work/here/.site:/usr/lib", ".:.site:/usr/lib"),
+        ("/work/here/out/logs/first/nccl.1.log", "logs/first/nccl.1.log"),
+        ("no file /root/.cache/x", "no file ~/.cache/x"),
+        ("/work/hereafter/a", "/work/hereafter/a"),
+        ("/mnt/root/a and /rooted", "/mnt/root/a and /rooted"),
+        ({"a": ["/root", 3, None, {"/root": True}]}, {"a": ["~", 3, None, {"/root": True}]}),
+    ],
+    ids=["below", "itself", "a list of paths", "the deeper one", "in a sentence", "a longer name",
+         "the middle of a path", "nested"],
+)  # fmt: skip
+def test_a_recorded_line_names_no_folder_of_its_machine(value: object, expected: object) -> None:
+    assert portable(value, PLACES) == expected
+
+
+def test_no_shipped_result_names_a_folder_of_the_machine_it_was_taken_on() -> None:
+    found = []
+    for file in sorted((ROOT / "studies" / "results").rglob("*")):
+        if file.is_file():
+            data = file.read_bytes()
+            data = gzip.decompress(data) if file.suffix == ".gz" else data
+            found += [
+                (file.name, name) for name in (b"/root/", b"/work/", b"/home/") if name in data
+            ]
+    assert not found
 
 
 def test_a_packed_file_that_is_cut_is_refused(tmp_path: Path) -> None:

@@ -169,21 +169,37 @@ def create_group(
     store_port: int,
     memory_fd: int,
     timeout_s: float,
-    on_gpu: bool,
+    device: torch.device,
+    shares_gpu: bool = False,
 ) -> Group:
-    """Join the group of ``tp`` ranks; rank 0 passes its ``store``, the others meet at its port."""
+    """Join the group of ``tp`` ranks; rank 0 passes its ``store``, the others meet at its port.
+
+    ``shares_gpu``: some ranks have the same GPU, which NCCL refuses.
+    """
     if tp == 1:
         return LocalGroup()
-    if backend == "one_shot":
+    if backend == "one_shot" and device.type == "cpu":
         check_platform()
         return OneShotGroup(SharedMemoryGroup(memory_fd, rank, tp, timeout_s))
-    if backend in ("gloo", "nccl"):
-        if store is None:
-            timeout = timedelta(seconds=timeout_s)
-            store = TCPStore("127.0.0.1", store_port, tp, is_master=False, timeout=timeout)
-        if on_gpu and backend == "gloo":
-            return HostGroup(store, rank, tp, timeout_s)
-        return DistGroup(store, rank, tp, backend, timeout_s)
-    raise invalid(
-        f"collectives.backend {backend!r} is not implemented; known: gloo, one_shot, nccl"
+    if backend not in ("gloo", "nccl", "one_shot"):
+        raise invalid(
+            f"collectives.backend {backend!r} is not implemented; known: gloo, nccl, one_shot"
+        )
+    if store is None:
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore("127.0.0.1", store_port, tp, is_master=False, timeout=timeout)
+    if device.type == "cpu":
+        return DistGroup(store, rank, tp, "gloo", timeout_s)
+    if backend == "gloo":
+        return HostGroup(store, rank, tp, timeout_s)
+    if backend == "nccl":
+        return DistGroup(store, rank, tp, "nccl", timeout_s)
+    # only here: a CPU rank imports no kernels
+    from engine.pinned import PinnedGroup
+
+    carrier: Group = (
+        HostGroup(store, rank, tp, timeout_s)
+        if shares_gpu
+        else DistGroup(store, rank, tp, "nccl", timeout_s)
     )
+    return PinnedGroup(carrier, memory_fd, device)

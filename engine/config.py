@@ -141,7 +141,10 @@ class ScheduleEntry(Schema):
 
 
 class Collectives(Schema):
-    """Who carries the all-reduce; None means gloo on a CPU and nccl on GPUs."""
+    """Who carries the all-reduce; None means gloo on a CPU and nccl on GPUs.
+
+    ``one_shot``: shared memory, on GPUs pinned host memory for all but long prompts' sums.
+    """
 
     backend: Literal["gloo", "nccl", "one_shot", "two_shot"] | None = None
 
@@ -236,7 +239,7 @@ class LaunchConfig(Schema):
     @model_validator(mode="after")
     def _fits_device(self) -> Self:
         backend = self.collectives_backend
-        allowed = ("gloo", "one_shot") if self.device == "cpu" else ("nccl", "gloo")
+        allowed = ("gloo", "one_shot") if self.device == "cpu" else ("nccl", "one_shot", "gloo")
         if backend not in allowed:
             raise ValueError(
                 f"collectives.backend {backend!r} does not run on device {self.device!r}; "
@@ -266,11 +269,21 @@ class LaunchConfig(Schema):
             raise ValueError(f"devices {devices}: there are none on device 'cpu'; leave it out")
         if len(devices) != self.tp:
             raise ValueError(f"devices {devices}: {len(devices)} GPUs for tp {self.tp}; one a rank")
-        if backend == "nccl" and len(set(devices)) < len(devices):
+        if backend == "nccl" and self.shares_gpu:
             raise ValueError(
                 f"devices {devices}: NCCL takes one rank a GPU; to share one, use "
-                "collectives.backend gloo (slow: for tests)"
+                "collectives.backend gloo or one_shot (slow: for tests)"
             )
+        if self.shares_gpu and self.cuda_graph.captures_prefill:
+            raise ValueError(
+                f"devices {devices}: ranks that share a GPU send prompts through the host, which "
+                "no CUDA graph can: set cuda_graph.prefill false"
+            )
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether two ranks have the same GPU."""
+        return self.devices is not None and len(set(self.devices)) < len(self.devices)
 
     def device_of(self, rank: int) -> int:
         """Index of the rank's GPU."""

@@ -82,7 +82,8 @@ class Worker:
 
         config = self.config
         store, port = None, 0
-        if self.rank == 0 and config.tp > 1 and config.collectives_backend != "one_shot":
+        meets = config.device == "cuda" or config.collectives_backend != "one_shot"
+        if self.rank == 0 and config.tp > 1 and meets:
             store, port = serve_store(config.tp, config.timeout_s)
         if self.rank == 0:
             self.connection.send(Rendezvous(port))
@@ -97,7 +98,8 @@ class Worker:
             memory_fd=memory_fd,
             # the parent's watchdog speaks first: it sees which rank is stuck
             timeout_s=2 * config.timeout_s + 10,
-            on_gpu=config.device == "cuda",
+            device=self.device,
+            shares_gpu=config.shares_gpu,
         )
 
     def beat(self) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from kernels.catalog import Case, Dims, Inputs
+from kernels.exchange import Exchange, box_words, num_counters
 from kernels.opset import OpSet
 
 
@@ -159,3 +160,28 @@ def basic_cases(dims: Dims, num_sequences: int, num_tokens: int, context: int) -
         ),
         _case("sample", logits, lambda ops, i: ops.sample(i["logits"], 0.8, i["uniform"])),
     ]
+
+
+def exchange_case(num_ranks: int, message_bytes: int = 1 << 18) -> Case:
+    """A sum and a gather over ranks, for compiling: no rank can run it alone."""
+
+    def make(device: torch.device, dtype: torch.dtype) -> Inputs:
+        words = (box_words(num_ranks, message_bytes), num_counters(message_bytes))
+        return {
+            "x": _random(device, dtype, 4, 2048),
+            "box": torch.zeros(words[0], dtype=torch.int64, device=device),
+            "counters": torch.zeros(words[1], dtype=torch.int32, device=device),
+        }
+
+    def run(_: OpSet, inputs: Inputs) -> Any:
+        exchange = Exchange(
+            inputs["box"],
+            inputs["counters"],
+            rank=1,
+            num_ranks=num_ranks,
+            message_bytes=message_bytes,
+        )
+        exchange.all_reduce(inputs["x"])
+        return exchange.all_gather(inputs["x"])
+
+    return _case(f"exchange of {num_ranks} ranks", make, run)

@@ -40,9 +40,9 @@ def _config(**changes: Any) -> dict[str, Any]:
             id="nccl-on-cpu",
         ),
         pytest.param(
-            {"collectives": {"backend": "one_shot"}, "device": "cuda"},
-            "'one_shot' does not run on device 'cuda'; there: nccl, gloo",
-            id="one-shot-on-gpu",
+            {"collectives": {"backend": "two_shot"}, "device": "cuda"},
+            "'two_shot' does not run on device 'cuda'; there: nccl, one_shot, gloo",
+            id="two-shot-on-gpu",
         ),
         pytest.param(
             {
@@ -65,6 +65,17 @@ def _config(**changes: Any) -> dict[str, Any]:
             {"devices": [1, 1], "tp": 2, "device": "cuda"},
             r"devices \[1, 1\]: NCCL takes one rank a GPU",
             id="nccl-on-one-gpu",
+        ),
+        pytest.param(
+            {
+                "devices": [1, 1],
+                "tp": 2,
+                "device": "cuda",
+                "collectives": {"backend": "one_shot"},
+                "cuda_graph": {"decode": True},
+            },
+            r"devices \[1, 1\]: ranks that share a GPU .* set cuda_graph.prefill false",
+            id="prefill-graph-on-one-gpu",
         ),
         pytest.param(
             {"devices": [-1], "device": "cuda"},

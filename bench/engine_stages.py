@@ -30,7 +30,14 @@ from bench.engine_rows import (
     requests,
 )
 from bench.engine_tiny import stage_diagnose, stage_fp32, stage_tiny
-from bench.engine_tp import stage_tp2, stage_tp2_one_gpu, stage_tp2spec
+from bench.engine_tp import (
+    stage_tp2,
+    stage_tp2_one_gpu,
+    stage_tp2ll,
+    stage_tp2nvlink,
+    stage_tp2spec,
+    stage_tp2tiny,
+)
 from bench.engine_variants import stage_variants48
 from bench.engine_warm import (
     stage_warm,
@@ -157,8 +164,11 @@ STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     "q8joined": (stage_q8joined, 60),
     "q8pdl": (stage_q8pdl, 60),
     "q48pdl": (stage_q48pdl, 80),
-    "tp2": (stage_tp2, 120),
-    "tp2spec": (stage_tp2spec, 120),
+    "tp2": (stage_tp2, 80),
+    "tp2nvlink": (stage_tp2nvlink, 40),
+    "tp2ll": (stage_tp2ll, 40),
+    "tp2spec": (stage_tp2spec, 110),
+    "tp2tiny": (stage_tp2tiny, 80),
     "tp2_one_gpu": (stage_tp2_one_gpu, 90),
 }
 
@@ -190,7 +200,8 @@ def show(row: dict[str, Any]) -> None:
         "on_ms", "off_ms", "cost", "prefill_ms", "long_ms", "decode_ms", "outside_decode_ms",
         "busy_us", "span_us", "num_kernels", "kernels_per_step", "segments_ms", "places",
         "threshold", "share_below_threshold", "largest", "largest_margin",
-        "beyond_best_two", "verdict", "reason", "median", "p99",
+        "beyond_best_two", "verdict", "reason", "output", "output_reason", "median", "p99",
+        "seconds",
     ):  # fmt: skip
         value = row.get(key)
         if value is not None:

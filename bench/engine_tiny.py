@@ -1,24 +1,34 @@
 """The tiny trained model's stages of ``bench/engine.py``: speed-ups, exactness, configurations."""
 
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.backends.engine_baselines import Baselines, Prompts
-from autotune.backends.output_check import Checked, Reference
+from autotune.backends.output_check import (
+    Checked,
+    Forced,
+    Place,
+    Reference,
+    check_output,
+    probe_places,
+    self_noise,
+    with_forced,
+)
 from engine.api import Engine
 from engine.config import LaunchConfig, SpeculationConfig
 from engine.errors import EngineError
 from engine.results import Request, RunResult
-from model.spec import Knobs, Workload
 
 TINY = Path(__file__).resolve().parent.parent / "studies" / "models"
 GRAPHS = {"decode": True, "draft": True, "verify": True, "extend": True}
 OFF = SpeculationConfig()
-_PLAIN = Knobs.of({"speculation.method": "off"})
-#: measured rounds over all kinds
-ROUNDS = 4
+#: measured rounds over all kinds, requests at the largest load, tokens of each
+ROUNDS, NUM_REQUESTS, NEW = 4, 32, 128
+#: requests on which plain decoding shows its own noise
+NOISE_PROMPTS = 4
+LOADS = (1, 4, 16)
 
 TINY_KINDS = {
     "off": OFF,
@@ -69,12 +79,14 @@ def tiny_rows(emit: Emit, name: str, changes: dict[str, Any]) -> None:
     kills the workers is left out of the rest, and said.
     """
     kinds = dict(TINY_KINDS)
-    asks = tiny_requests(32, 128, 192)
+    asks = tiny_requests(NUM_REQUESTS, 128, NEW)
+    start_s = time.perf_counter()
     engine = Engine(tiny_config(**changes))
     try:
-        for concurrency in (1, 4, 16):
+        truth = Truth(engine, asks, max(LOADS))
+        start_s = _spent(emit, f"{name}: start and plain decoding with margins", start_s)
+        for concurrency in LOADS:
             some = asks[: max(4, 2 * concurrency)]
-            truth = Truth(engine, some, concurrency)
             runs: dict[str, list[RunResult]] = {kind: [] for kind in kinds}
             # round 0 warms up
             for number in range(1 + ROUNDS):
@@ -95,49 +107,73 @@ def tiny_rows(emit: Emit, name: str, changes: dict[str, Any]) -> None:
                         continue
                     if number:
                         runs[kind].append(run)
+            start_s = _spent(emit, f"{name}: rounds at {concurrency}", start_s)
             tiny_level(emit, name, concurrency, {k: runs[k] for k in kinds}, truth)
+            start_s = _spent(emit, f"{name}: judging at {concurrency}", start_s)
     finally:
         engine.close()
 
 
+def _spent(emit: Emit, name: str, since_s: float) -> float:
+    """Emit what a part of the stage took; returns when the next one begins."""
+    now_s = time.perf_counter()
+    emit(row="spent", name=name, seconds=now_s - since_s)
+    return now_s
+
+
 class Truth:
-    """Plain decoding of the prompts, to judge outputs by as a study does (``output_check``)."""
+    """Plain decoding of the prompts by the same engine, to judge outputs by (``output_check``).
+
+    Made once, at the largest load: margins take the host in every step, hundreds of times the wait
+    of a measured one. What another load rounds differently is part of the noise, which a few of the
+    prompts show by being decoded again, alone, and as prompts.
+    """
 
     def __init__(self, engine: Engine, asks: list[Request], concurrency: int) -> None:
         self.engine, self.asks = engine, asks
-        self.prompts = [ask.prompt_ids for ask in asks]
-        self.workload = Workload(
-            prompts="builtin:code",
-            prompts_sha256="tiny",
-            chat_template=None,
-            input_len=len(self.prompts[0]),
-            output_len=asks[0].max_new_tokens,
-            context=len(self.prompts[0]) + asks[0].max_new_tokens // 2,
-            temperature=0.0,
-            ignore_eos=True,
-            seed=0,
-            concurrency=concurrency,
-        )
-        self.baselines = Baselines(exact=False)
-        self.baselines.prepare(_PLAIN, self.workload, self.prompts, self.plain)
+        self.reference = self._plain(asks, concurrency)
+        few = asks[:NOISE_PROMPTS]
+        noise = self_noise(self.reference, (self._plain(few, concurrency), self._plain(few[:1], 1)))
+        assert noise is not None
+        places = probe_places(self.reference, NOISE_PROMPTS)
+        self.noise = with_forced(noise, self.reference, places, self._forced(places))
 
-    def plain(
-        self, prompts: Prompts, batch_size: int, margins: bool, max_tokens: int | None = None
-    ) -> Reference:
-        """Plain decoding; ``margins`` and the second best tokens always come along."""
-        new = max_tokens or self.workload.output_len
-        some = [Request(prompt_ids=ids, max_new_tokens=new, ignore_eos=True) for ids in prompts]
-        found = self.engine.generate(some, OFF, concurrency=batch_size, margins=True).requests
+    def _plain(self, asks: list[Request], concurrency: int) -> Reference:
+        run = self.engine.generate(asks, OFF, concurrency=concurrency, margins=True)
         return Reference(
-            tuple(r.token_ids for r in found),
-            tuple(r.margins for r in found),
-            tuple(r.runners_up for r in found),
+            tuple(r.token_ids for r in run.requests),
+            tuple(r.margins for r in run.requests),
+            tuple(r.runners_up for r in run.requests),
         )
+
+    def _forced(self, places: Sequence[Place]) -> list[Forced]:
+        if not places:
+            return []
+        asks = [
+            Request(
+                prompt_ids=(*self.asks[index].prompt_ids, *text), max_new_tokens=1, ignore_eos=True
+            )
+            for index, text in places
+        ]
+        found = self._plain(asks, 1)
+        assert found.margins is not None
+        assert found.seconds is not None
+        return [
+            Forced(found.tokens[number][0], found.seconds[number][0], found.margins[number][0])
+            for number in range(len(places))
+        ]
 
     def check(self, run: RunResult) -> Checked:
-        """Whether a run's outputs are those of plain decoding, but for near ties."""
+        """Whether the outputs of the first prompts are those of plain decoding, but for ties."""
         outputs = [r.token_ids for r in run.requests]
-        return self.baselines.check(_PLAIN, self.workload, outputs, self.prompts, self.plain)
+        return check_output(
+            outputs,
+            self.reference.prefix(len(outputs)),
+            exact=False,
+            temperature=0.0,
+            noise=self.noise,
+            force=self._forced,
+        )
 
 
 def tiny_level(

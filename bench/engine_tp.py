@@ -16,12 +16,19 @@ CHAIN = SpeculationConfig(method="eagle3", steps=3, topk=1)
 TREE = SpeculationConfig(method="eagle3", steps=5, topk=2, draft_tokens=12)
 #: two GPUs whose NCCL goes through host memory, the stand-in for a PCIe host
 THROUGH_HOST: dict[str, Any] = {"tp": 2, "environment": {"NCCL_P2P_DISABLE": "1"}}
+#: the same with our own all-reduce: small messages in one kernel each
+ONE_SHOT: dict[str, Any] = THROUGH_HOST | {"collectives": {"backend": "one_shot"}}
 #: two ranks on GPU 0: their tensors go through the host, which no graph can capture
 SHARED: dict[str, Any] = {
     "tp": 2,
     "devices": [0, 0],
     "collectives": {"backend": "gloo"},
     "cuda_graph": {},
+}
+#: as ``SHARED``, but small messages through pinned memory, which graphs can capture
+SHARED_ONE_SHOT: dict[str, Any] = SHARED | {
+    "collectives": {"backend": "one_shot"},
+    "cuda_graph": GRAPHS | {"prefill": False},
 }
 
 
@@ -36,35 +43,64 @@ def two_gpus(emit: Emit, name: str) -> bool:
 
 
 def stage_tp2(emit: Emit) -> None:
-    """Two GPUs: over NVLink, and through host memory."""
-    if not two_gpus(emit, "8 layers, 2 GPUs"):
+    """Two GPUs through host memory: NCCL, and our kernel."""
+    _plain(emit, "8 layers, 2 GPUs, P2P off", THROUGH_HOST)
+    _plain(emit, "8 layers, 2 GPUs, one-shot", ONE_SHOT)
+
+
+def stage_tp2nvlink(emit: Emit) -> None:
+    """Two GPUs over NVLink."""
+    _plain(emit, "8 layers, 2 GPUs, NVLink", {"tp": 2})
+
+
+def stage_tp2ll(emit: Emit) -> None:
+    """Through host memory with NCCL told what its own choice is not: LL on 16 channels."""
+    nccl = {"algo": "ring", "proto": "LL", "min_channels": 16, "max_channels": 16}
+    _plain(emit, "8 layers, 2 GPUs, P2P off, LL x16", THROUGH_HOST | {"nccl": nccl})
+
+
+def _plain(emit: Emit, name: str, changes: dict[str, Any]) -> None:
+    if not two_gpus(emit, name):
         return
-    for name, changes in (
-        ("8 layers, 2 GPUs, P2P off", THROUGH_HOST),
-        ("8 layers, 2 GPUs, NVLink", {"tp": 2}),
-    ):
-        try:
-            plain_rows(emit, 8, (1, 4, 16), 3, name, **changes)
-        except EngineError as error:
-            # the other link is still worth measuring
-            emit(row="failure", name=name, error=error.message[:500], log=error.log_tail[-3000:])
+    try:
+        plain_rows(emit, 8, (1, 4, 16), 3, name, **changes)
+    except EngineError as error:
+        # the other way is still worth measuring
+        emit(row="failure", name=name, error=error.message[:500], log=error.log_tail[-3000:])
 
 
 def stage_tp2spec(emit: Emit) -> None:
-    """Two GPUs through host memory: the tiny model's outputs and an EAGLE-3 cycle of a slice."""
+    """Two GPUs through host memory: EAGLE-3 cycles of a slice, then the tiny model's outputs.
+
+    The verify's graph off is the story's case: NCCL launched by the host, kernel after kernel.
+    """
     if not two_gpus(emit, "speculation on 2 GPUs"):
         return
-    with Engine(config(8, 4, draft={"weights": "random"}, **THROUGH_HOST)) as engine:
-        row = measure(engine, 1, K3, 3)
-        emit(row="eagle3 k=3", name="8 layers, 2 GPUs, P2P off", layers=8, **row)
+    eager = {"cuda_graph": GRAPHS | {"verify": False}}
+    for name, changes, repeats in (
+        ("P2P off", THROUGH_HOST, 3),
+        ("P2P off, verify eager", THROUGH_HOST | eager, 2),
+        ("one-shot", ONE_SHOT, 3),
+    ):
+        with Engine(config(8, 1, draft={"weights": "random"}, **changes)) as engine:
+            row = measure(engine, 1, K3, repeats)
+        emit(row="eagle3 k=3", name=f"8 layers, 2 GPUs, {name}", layers=8, **row)
     tiny_rows(emit, "tiny, 2 GPUs, P2P off", THROUGH_HOST)
+
+
+def stage_tp2tiny(emit: Emit) -> None:
+    """The tiny model's outputs and speeds with our all-reduce."""
+    if two_gpus(emit, "tiny, 2 GPUs, one-shot"):
+        tiny_rows(emit, "tiny, 2 GPUs, one-shot", ONE_SHOT)
 
 
 def stage_tp2_one_gpu(emit: Emit) -> None:
     """Sharded kernels are right: in fp32 two ranks on one GPU say what one rank says."""
     asks = tiny_requests(6, 64, 48)
-    alone, shared = tiny_config(dtype="float32", cuda_graph=GRAPHS), {"dtype": "float32", **SHARED}
-    wrong = _compare(emit, "tiny", alone, tiny_config(**shared), asks, (OFF, CHAIN, TREE))
+    alone, wrong = tiny_config(dtype="float32", cuda_graph=GRAPHS), 0
+    for name, changes in (("tiny", SHARED), ("tiny, one-shot", SHARED_ONE_SHOT)):
+        shared = tiny_config(dtype="float32", **changes)
+        wrong += _compare(emit, name, alone, shared, asks, (OFF, CHAIN, TREE))
     some = requests(3, 24, 1)
     small = {"max_context": 1024, "dtype": "float32"}
     wrong += _compare(

@@ -160,6 +160,16 @@ class SegmentTimes:
             return 0
         return _TIMED - at if at < _TIMED else _PERIOD + _TIMED - at
 
+    def singles(self, longest: int) -> int:
+        """How many cycles from here on go singly until ``longest`` quiet ones follow."""
+        if not self._on:
+            return 0
+        at = self._count % _PERIOD
+        rest = _PERIOD + _TIMED - at
+        if at > _LAPS and rest >= longest:
+            return 0
+        return _LAPS + 1 - at if at <= _LAPS else _PERIOD + _LAPS + 1 - at
+
     def start_cycles(self, count: int) -> str | None:
         """``count`` cycles begin: "timed" and "laps" say that this one is special."""
         if not self._on:

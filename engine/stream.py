@@ -37,6 +37,8 @@ from engine.sequence import Sequence
 
 #: single cycles that are queued ahead of what has been read
 _AHEAD = 3
+#: flights beside the one that runs: other ranks hear of theirs later, and single cycles are short
+_FLIGHTS_AHEAD = 2
 #: cycles from which on a new batch size is worth its segments
 _WORTH_BUILDING = 64
 #: cycles in one order to the other ranks
@@ -171,9 +173,10 @@ class Stream:
         if any(not s.request.ignore_eos for s in self.active):
             safe = min(safe, _AHEAD)
         if safe >= FLIGHT:
-            # one flight runs while the next waits; cycles that are measured go singly
-            quiet = self.times.quiet() >= FLIGHT
-            return 0 if queued > FLIGHT else FLIGHT if quiet else 1
+            if queued > _FLIGHTS_AHEAD * FLIGHT:
+                return 0
+            # cycles that are measured go singly, in one order
+            return min(self.times.singles(FLIGHT), safe) or FLIGHT
         if queued >= _AHEAD:
             return 0
         if self.executor.group.tp == 1:

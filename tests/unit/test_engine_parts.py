@@ -13,6 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine.collectives import HostGroup, serve_store
 from engine.config import SpeculationConfig
+from engine.graphs import SegmentTimes
 from engine.placement import cpus_of_rank, parse_cpu_list
 from engine.policy import Policies
 from engine.shared_memory import PART_BYTES, SharedMemoryGroup, region_bytes
@@ -253,3 +254,20 @@ def test_a_variable_decides_which_kernels_start_early(monkeypatch: pytest.Monkey
     monkeypatch.setenv("AUTOTUNE_ROUTER", "both")
     with pytest.raises(ValueError, match="AUTOTUNE_ROUTER='both': must be one of auto, joined"):
         Policies(alone=True)
+
+
+def test_cycles_go_singly_only_where_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SegmentTimes, "_event", staticmethod(lambda: None))
+    times, flight, singles, measured = SegmentTimes(torch.device("cuda")), 8, 0, []
+    for _ in range(60):
+        alone = times.singles(flight)
+        assert (alone == 0) == (times.quiet() >= flight)
+        for _ in range(alone):
+            measured.append(times.start_cycles(1))
+        singles += alone
+        assert times.quiet() >= flight
+        times.start_cycles(flight)
+    assert measured.count("timed") == times.num_timed >= 10
+    assert measured.count("laps") >= times.num_timed // 2
+    assert singles <= 4 * times.num_timed
+    assert SegmentTimes(torch.device("cpu")).singles(flight) == 0

@@ -19,6 +19,7 @@ does without it. ``--p2p-disable`` sends NCCL through host memory, the stand-in 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -111,14 +112,13 @@ class Recorder:
         self.backends: list[tuple[EngineBackend, Group]] = []
         self.engine_of: dict[Cell, EngineBackend] = {}
         groups = list(dict.fromkeys(self.first.group(knobs) for knobs in self.knobs))
-        pool = [(knobs, level) for knobs in self.knobs for level in self.workloads]
         #: whether ranks talk to each other
         self.talks = any(knobs.tp > 1 for knobs in self.knobs)
         for group in groups:
-            cells = [cell for cell in pool if self.first.group(cell[0]) == group]
+            mine = [knobs for knobs in self.knobs if self.first.group(knobs) == group]
             # the first group compiles for all
             parts = engines if group is groups[0] else -(-engines // 2)
-            parts = 1 if self.talks else min(parts, len(cells))
+            parts = 1 if self.talks else min(parts, len(mine))
             for part in range(parts):
                 backend = self.first
                 if self.backends:
@@ -127,7 +127,8 @@ class Recorder:
                     # plain decoding of the same prompts, whatever the group
                     backend.share(self.first)
                 self.backends.append((backend, group))
-                self.engine_of |= dict.fromkeys(cells[part::parts], backend)
+                for knobs in mine[part::parts]:
+                    self.engine_of |= {(knobs, level): backend for level in self.workloads}
 
     @property
     def left_s(self) -> float:
@@ -217,6 +218,11 @@ class Recorder:
         workload = self.workloads[level]
         repeat = self.taken[knobs, level]
         began_s = time.time()
+        # a run ends in whatever smaller batches exist: so that all repeats find the same ones. What
+        # fails here fails in the repeat too
+        with contextlib.suppress(BackendFailure):
+            for each in self.workloads.values():
+                backend.warm(knobs, each)
         measured = backend.measure(knobs, workload, repeat)
         measured = measured.model_copy(update={"order": self.order})
         self.order += 1

@@ -23,6 +23,9 @@ EPSILON_SAFETY = 1.5
 EPSILON_FLOOR = 2.0**-4
 #: places of one check at which plain decoding is forced, and those of a prompt past its divergence
 MOST_FORCED, LATER_PLACES = 24, 2
+#: places at which the baseline's own text is forced, once a workload: a change of an expert is rare
+#: and moves a margin far, so that few places would miss it
+NOISE_PLACES = 64
 #: chance that a faithful configuration exceeds its bound of near-ties
 FALSE_ALARM = 1e-3
 
@@ -119,14 +122,14 @@ def self_noise(reference: Reference, again: Sequence[Reference]) -> SelfNoise | 
     return SelfNoise(epsilon, divergences, max(tokens, 1))
 
 
-def probe_places(reference: Reference, num_prompts: int) -> list[Place]:
-    """Places to force for noise: ``MOST_FORCED`` in all, spread evenly over the first prompts."""
-    chosen = reference.tokens[:num_prompts]
+def probe_places(reference: Reference) -> list[Place]:
+    """Places to force for noise: about ``NOISE_PLACES`` in all, spread evenly over the prompts."""
+    chosen = reference.tokens[:NOISE_PLACES]
     found: list[Place] = []
     for index, tokens in enumerate(chosen):
         # the first token is a prompt's own in any case
         later = len(tokens) - 1
-        each = min(max(MOST_FORCED // len(chosen), 1), later)
+        each = min(max(NOISE_PLACES // len(chosen), 1), later)
         found += [(index, tokens[: 1 + later * number // each]) for number in range(each)]
     return found
 

@@ -225,11 +225,13 @@ def test_a_collective_whose_peer_stopped_is_a_hang_and_everything_is_freed(
     load = workload_of(asked)
     assert backend.measure(each, load, 0).failure is None
     soon_hung(backend)
-    os.kill(backend.provenance().ranks[1].pid, signal.SIGSTOP)
+    pids = [rank.pid for rank in backend.provenance().ranks]
+    os.kill(pids[1], signal.SIGSTOP)
     measured = backend.measure(each, load, 1)
     assert measured.failure is not None
     assert measured.failure.kind == "hang", measured.failure
+    assert f"pid {pids[1]}, stopped" in measured.failure.message
     assert not living_workers()
-    assert settles_at(before_mib)
+    assert lets_go(pids, before_mib)
     assert backend.measure(each, load, 2).failure is None
     backend.close()

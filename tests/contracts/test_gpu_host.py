@@ -110,9 +110,10 @@ def test_env_check_follows_a_setting_into_the_workers(
     config = launch_file(tmp_path, tp, nccl)
     assignment = [] if shell is None else [f"NCCL_PROTO={shell}"]
     done = subprocess.run(
-        [sys.executable, "-m", "autotune.cli.main", "env", "check", "--run", "12", "--json",
+        # the bench ends by itself, long before that
+        [sys.executable, "-m", "autotune.cli.main", "env", "check", "--run", "100", "--json",
          "--expect", "NCCL_PROTO=LL", "--", *assignment, sys.executable, "-m", "engine", "bench",
-         "--config", str(config), "--repeats", "400"],
+         "--config", str(config), "--repeats", "20"],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout, done.stderr

@@ -8,6 +8,7 @@ import pytest
 from autotune.backends.engine_baselines import Baselines, Prompts
 from autotune.backends.output_check import (
     MOST_FORCED,
+    NOISE_PLACES,
     Forced,
     Place,
     Reference,
@@ -183,8 +184,10 @@ def test_places_of_one_check_are_bounded_and_divergences_come_first() -> None:
 
 
 def test_noise_is_widened_by_the_baselines_own_text_run_as_a_prompt() -> None:
-    places = probe_places(BASE, 4)
+    places = probe_places(BASE)
     assert places == [(i, BASE.tokens[i][:n]) for i in range(2) for n in (1, 2, 3)]
+    many = Reference(tuple((1,) * 9 for _ in range(200)), None)
+    assert {i for i, _ in probe_places(many)} == set(range(NOISE_PLACES))
     same = [Forced(BASE.tokens[i][len(t)], 0, BASE.margins[i][len(t)]) for i, t in places]  # type: ignore[index]
     quiet = with_forced(NOISE, BASE, places, same)
     assert (quiet.epsilon, quiet.num_divergences, quiet.num_tokens) == (0.05, 1, 106)

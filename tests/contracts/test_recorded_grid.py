@@ -78,7 +78,13 @@ def replayed(study: Path, folder: Path) -> Outcome:
 
 
 # one rank: two engines of the baseline's group and one of the other; two ranks: one of each
-@pytest.mark.parametrize(("tp", "num_engines"), [(1, 3), (2, 2)], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize(
+    ("tp", "num_engines"),
+    [
+        pytest.param(1, 3, id="one rank"),
+        pytest.param(2, 2, id="two ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_a_recorded_space_is_searched_again_without_the_machine(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int, num_engines: int
 ) -> None:

@@ -18,6 +18,7 @@ pytestmark = [
 OFF = SpeculationConfig()
 CHAIN = SpeculationConfig(method="eagle3", steps=3, topk=1)
 TREE = SpeculationConfig(method="eagle3", steps=3, topk=2, draft_tokens=6)
+_TINY = Path(__file__).parents[2] / "studies" / "models"
 ALL = {"decode": True, "draft": True, "verify": True, "extend": True, "prefill": True}
 
 
@@ -100,3 +101,38 @@ def test_a_slice_with_random_weights_and_synthetic_acceptance(small_pair: Path) 
     with Engine(config) as engine:
         run = engine.generate(_requests(24), speculation)
     assert {n for r in run.requests for n in r.tokens_per_verify} == {3}
+
+
+@pytest.mark.slow
+def test_two_gpus_decode_the_fp32_tokens_of_one_cpu_rank() -> None:
+    """All sizes of batches and trees that a search tries, and with graphs and without."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    shared: dict[str, Any] = {
+        "target": {"path": str(_TINY / "tiny-moe")},
+        "draft": {"path": str(_TINY / "tiny-moe-eagle3")},
+        "dtype": "float32",
+        "max_concurrency": 16,
+    }
+    draws = torch.Generator().manual_seed(8)
+    asks = [
+        Request(
+            prompt_ids=tuple(torch.randint(1, 2000, (4 + n,), generator=draws).tolist()),
+            max_new_tokens=20 + n,
+            ignore_eos=True,
+        )
+        for n in range(16)
+    ]
+    with Engine(_config(_TINY, device="cpu", cuda_graph={}, **shared)) as cpu:
+        expected = [r.token_ids for r in cpu.generate(asks, OFF).requests]
+    bushy = SpeculationConfig(method="eagle3", steps=3, topk=4, draft_tokens=16)
+    wrong = {}
+    for name, flags in (("graphs", ALL), ("eager", {})):
+        with Engine(_config(_TINY, tp=2, cuda_graph=flags, **shared)) as engine:
+            for speculation in (OFF, CHAIN, bushy):
+                for at_once in (16, 1):
+                    run = engine.generate(asks[-at_once:], speculation, concurrency=at_once)
+                    got = [r.token_ids for r in run.requests]
+                    if got != expected[-at_once:]:
+                        wrong[name, speculation.num_tokens, at_once] = got
+    assert not wrong

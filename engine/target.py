@@ -19,7 +19,6 @@ from engine.policy import Policies
 from engine.shapes import TargetShape
 from engine.timing import Timer
 from engine.weights import TargetLayer, TargetWeights
-from kernels.cycle import LAST
 from kernels.opset import OpSet
 
 
@@ -263,12 +262,13 @@ class TargetModel:
         )
         if self.group.tp == 1:
             return token_N, value_N
-        # token ids are exact in fp32 up to 2^24
-        mine_2N = torch.stack((value_N, (token_N + self.weights.vocab_start).float()))
-        all_R2N = self.group.all_gather(mine_2N)
-        best_N = all_R2N[:, 0].argmax(0, keepdim=True)
-        picked_2N = all_R2N.gather(0, best_N.expand(2, -1)[None])[0]
-        return picked_2N[1].long(), picked_2N[0]
+        token_N, value_N = self.ops.best_of_ranks(self._gathered(token_N, value_N))
+        return token_N, value_N
+
+    def _gathered(self, token_N: torch.Tensor, value_N: torch.Tensor) -> torch.Tensor:
+        """Every rank's best logits and ids (R, 2, N), on every rank."""
+        pair_2N = self.ops.pair_best(token_N, value_N, self.weights.vocab_start)
+        return self.group.all_gather(pair_2N)
 
     def finish(
         self,
@@ -293,10 +293,12 @@ class TargetModel:
             )
             timer.mark("decode.head")
             return
-        token_B, value_B = self.best(hidden_BH)
+        token_B, value_B = self.dense.norm_argmax(
+            hidden_BH, weights.norm_H, self.shape.rms_eps, weights.head_RH
+        )
+        pairs_R2B = self._gathered(token_B, value_B)
         timer.mark("decode.head")
-        ops.advance(token_B, value_B, state_4B, record_BX)
-        next_BH.copy_(F.embedding(state_4B[LAST], weights.embed_VH))
+        ops.finish_ranks(pairs_R2B, state_4B, record_BX, weights.embed_VH, next_BH)
         timer.mark("sample")
 
     def _attention(

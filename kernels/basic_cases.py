@@ -162,6 +162,27 @@ def basic_cases(dims: Dims, num_sequences: int, num_tokens: int, context: int) -
     ]
 
 
+def rank_case(num_ranks: int, num_rows: int, hidden: int = 2048) -> Case:
+    """The best token over ranks, for compiling."""
+
+    def make(device: torch.device, dtype: torch.dtype) -> Inputs:
+        return {
+            "token": torch.zeros(num_rows, dtype=torch.int64, device=device),
+            "value": torch.zeros(num_rows, device=device),
+            "pairs": torch.zeros(num_ranks, 2, num_rows, device=device),
+            "state": torch.zeros(4, num_rows, dtype=torch.int64, device=device),
+            "record": torch.zeros(num_rows, 1, dtype=torch.int64, device=device),
+            "embed": _random(device, dtype, 100, hidden),
+            "next": _random(device, dtype, num_rows, hidden),
+        }
+
+    def run(ops: OpSet, i: Inputs) -> Any:
+        ops.finish_ranks(i["pairs"], i["state"], i["record"], i["embed"], i["next"])
+        return ops.pair_best(i["token"], i["value"], 3), ops.best_of_ranks(i["pairs"])
+
+    return _case(f"best of {num_ranks} ranks", make, run)
+
+
 def exchange_case(num_ranks: int, message_bytes: int = 1 << 18) -> Case:
     """A sum and a gather over ranks, for compiling: no rank can run it alone."""
 

@@ -32,7 +32,7 @@ from kernels import (
     router,
     tuning,
 )
-from kernels.basic_cases import basic_cases, exchange_case
+from kernels.basic_cases import basic_cases, exchange_case, rank_case
 from kernels.catalog import MIXTRAL_8X7B_TP8, QWEN3_30B_A3B, Case, Dims, layer_cases
 from kernels.compile_unit import SHARED_LIMIT_BYTES, Unit, compile_unit, unit_of
 from kernels.launch import programmatic_launch, recording
@@ -95,6 +95,7 @@ def entries(fast: bool) -> Iterator[Entry]:
         yield Entry(case, torch.bfloat16, ())
     for num_ranks in (2, 8):
         yield Entry(exchange_case(num_ranks), torch.bfloat16, ())
+        yield Entry(rank_case(num_ranks, 4), torch.bfloat16, ())
     if fast:
         return
     for case in layer_cases(QWEN3_30B_A3B, 1, 4, 1024):

@@ -15,7 +15,8 @@ The basic ops come first, one per mathematical step. The fused ops are what a fo
 and ``norm_lm_head`` or ``norm_linear_argmax`` at the end; ``finish`` or ``settle`` ends a cycle
 whose state lives on the device (``kernels.cycle``). x is the residual stream throughout. With
 tensor parallelism one rank passes the residual to ``linear_add`` and ``norm_moe_add`` and the
-others None; the all-reduced sum is then the new residual stream. All ops can be captured in a CUDA
+others None; the all-reduced sum is then the new residual stream, and ``pair_best``, a gather and
+``best_of_ranks`` or ``finish_ranks`` find the best token. All ops can be captured in a CUDA
 graph once each has run before the capture.
 """
 
@@ -68,6 +69,14 @@ from kernels.moe import (
 )
 from kernels.norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from kernels.qkv_attention import qkv_attention, qkv_attention_ref
+from kernels.ranks import (
+    best_of_ranks,
+    best_of_ranks_ref,
+    finish_ranks,
+    finish_ranks_ref,
+    pair_best,
+    pair_best_ref,
+)
 from kernels.rope import qk_norm_rope, qk_norm_rope_ref
 from kernels.router import norm_route, norm_route_ref, route, route_ref
 from kernels.sampling import sample_ref
@@ -113,6 +122,9 @@ class OpSet:
     force: Op
     advance: Op
     finish: Op
+    pair_best: Op
+    best_of_ranks: Op
+    finish_ranks: Op
     settle: Op
 
 
@@ -150,6 +162,9 @@ def opset(name: str) -> OpSet:
             force=force_ref,
             advance=advance_ref,
             finish=finish_ref,
+            pair_best=pair_best_ref,
+            best_of_ranks=best_of_ranks_ref,
+            finish_ranks=finish_ranks_ref,
             settle=settle_ref,
         )
     if name == "triton":
@@ -183,6 +198,9 @@ def opset(name: str) -> OpSet:
             force=force,
             advance=advance,
             finish=finish,
+            pair_best=pair_best,
+            best_of_ranks=best_of_ranks,
+            finish_ranks=finish_ranks,
             settle=settle,
         )
     raise ValueError(f"unknown op set {name!r}; known: {', '.join(NAMES)}")

@@ -253,7 +253,7 @@ def test_phases_split_a_segment_by_its_laps_and_sum_to_the_cycle() -> None:
 
 
 #: the state of a batch is the first columns of a wider matrix, and these ops walk it as such
-_STATE = {("advance", 2), ("finish", 4), ("settle", 7)}
+_STATE = {("finish", 4), ("finish_ranks", 1), ("settle", 7)}
 
 
 def _strict(name: str, op: Any, seen: set[str]) -> Any:

@@ -50,11 +50,7 @@ def dynamic_tree(rate_DR: Array, steps: int, topk: int) -> DraftTree:
     nodes of the pool always form a tree.
     """
     rate_DR = np.asarray(rate_DR, dtype=float)
-    if steps > rate_DR.shape[0] or topk > rate_DR.shape[1]:
-        raise ValueError(
-            f"rates for {rate_DR.shape[0]} depths and {rate_DR.shape[1]} ranks do not reach "
-            f"steps {steps}, topk {topk}"
-        )
+    _check_reach(rate_DR.shape, steps, topk)
     beam = np.ones(1)
     paths, depths, ranks = [], [], []
     rank_K = np.arange(topk)
@@ -68,6 +64,48 @@ def dynamic_tree(rate_DR: Array, steps: int, topk: int) -> DraftTree:
     # ties: the shallower node first, so that a parent never comes after its child
     order = np.lexsort((level_of, -path))
     return DraftTree(path[order], level_of[order], np.concatenate(ranks)[order])
+
+
+def dynamic_accepted_tables(
+    rate_SDR: Array, steps: int, topk: int, draft_tokens: int, num_depths: int, num_ranks: int
+) -> Array:
+    """``DraftTree.accepted_table`` of the dynamic tree of many rate tables at once: [S, D, R].
+
+    Raises ``ValueError`` as ``dynamic_tree`` does.
+    """
+    num_samples = rate_SDR.shape[0]
+    _check_reach(rate_SDR.shape[1:], steps, topk)
+    beam = np.ones((num_samples, 1))
+    paths = []
+    for depth in range(steps):
+        level = (beam[:, :, None] * rate_SDR[:, depth, None, :topk]).reshape(num_samples, -1)
+        paths.append(level)
+        beam = -np.sort(-level, axis=1)[:, :topk]
+    sizes = [level.shape[1] for level in paths]
+    depth_N = np.repeat(np.arange(steps), sizes)
+    rank_N = np.concatenate([np.arange(size) % topk for size in sizes])
+    path_SN = np.concatenate(paths, axis=1)
+    # stable: of equal paths the shallower comes first, as in one tree
+    kept = np.argsort(-path_SN, axis=1, kind="stable")[:, : draft_tokens - 1]
+    value = np.take_along_axis(path_SN, kept, axis=1)
+    inside = (depth_N[kept] < num_depths) & (rank_N[kept] < num_ranks)
+    cell = (np.arange(num_samples)[:, None] * num_depths + depth_N[kept]) * num_ranks
+    cell = np.where(inside, cell + rank_N[kept], 0)
+    flat = np.bincount(
+        cell.ravel(),
+        np.where(inside, value, 0.0).ravel(),
+        minlength=num_samples * num_depths * num_ranks,
+    )
+    table: Array = flat.reshape(num_samples, num_depths, num_ranks)
+    return table
+
+
+def _check_reach(shape: tuple[int, ...], steps: int, topk: int) -> None:
+    if steps > shape[0] or topk > shape[1]:
+        raise ValueError(
+            f"rates for {shape[0]} depths and {shape[1]} ranks do not reach "
+            f"steps {steps}, topk {topk}"
+        )
 
 
 def dynamic_accept_lengths(rate_SDR: Array, steps: int, topk: int) -> Array:

@@ -12,6 +12,7 @@ from model.tree import (
     best_tree_accept_lengths,
     chain_accept_length,
     dynamic_accept_lengths,
+    dynamic_accepted_tables,
     dynamic_tree,
 )
 
@@ -82,6 +83,24 @@ def test_the_models_bound_holds_for_its_own_trees() -> None:
         lengths = dynamic_accept_lengths(model.rates()[None], steps, topk)[0]
         assert lengths[tokens - 1] <= model.best_tree(tokens, steps) + 1e-9
     assert model.best_tree(1) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("steps", "topk", "tokens", "depths", "ranks"),
+    [
+        pytest.param(3, 1, 4, 3, 16, id="chain"),
+        pytest.param(4, 3, 10, 4, 16, id="tree"),
+        pytest.param(5, 4, 17, 3, 2, id="table-smaller-than-the-tree"),
+        pytest.param(2, 8, 64, 2, 16, id="all-nodes-kept"),
+    ],
+)
+def test_trees_of_many_tables_at_once_are_those_of_each(
+    steps: int, topk: int, tokens: int, depths: int, ranks: int
+) -> None:
+    tables = AcceptanceModel.prior().samples[:9]
+    together = dynamic_accepted_tables(tables, steps, topk, tokens, depths, ranks)
+    apart = [dynamic_tree(t, steps, topk).accepted_table(tokens, depths, ranks) for t in tables]
+    np.testing.assert_allclose(together, np.stack(apart), atol=1e-14)
 
 
 def test_a_kept_node_always_has_its_parent() -> None:

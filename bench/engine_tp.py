@@ -17,7 +17,11 @@ TREE = SpeculationConfig(method="eagle3", steps=5, topk=2, draft_tokens=12)
 #: two GPUs whose NCCL goes through host memory, the stand-in for a PCIe host
 THROUGH_HOST: dict[str, Any] = {"tp": 2, "environment": {"NCCL_P2P_DISABLE": "1"}}
 #: the same with our own all-reduce: small messages in one kernel each
-ONE_SHOT: dict[str, Any] = THROUGH_HOST | {"collectives": {"backend": "one_shot"}}
+ONE_SHOT: dict[str, Any] = THROUGH_HOST | {
+    "collectives": {"backend": "one_shot"},
+    # should ranks wait for one another for ever
+    "timeout_s": 40.0,
+}
 #: two ranks on GPU 0: their tensors go through the host, which no graph can capture
 SHARED: dict[str, Any] = {
     "tp": 2,
@@ -65,8 +69,12 @@ def _plain(emit: Emit, name: str, changes: dict[str, Any]) -> None:
     try:
         plain_rows(emit, 8, (1, 4, 16), 3, name, **changes)
     except EngineError as error:
-        # the other way is still worth measuring
-        emit(row="failure", name=name, error=error.message[:500], log=error.log_tail[-3000:])
+        _failure(emit, name, error)
+
+
+def _failure(emit: Emit, name: str, error: EngineError) -> None:
+    """One way failed; the others are still worth measuring."""
+    emit(row="failure", name=name, error=error.message[:500], log=error.log_tail[-3000:])
 
 
 def stage_tp2spec(emit: Emit) -> None:
@@ -82,9 +90,13 @@ def stage_tp2spec(emit: Emit) -> None:
         ("P2P off, verify eager", THROUGH_HOST | eager, 2),
         ("one-shot", ONE_SHOT, 3),
     ):
-        with Engine(config(8, 1, draft={"weights": "random"}, **changes)) as engine:
-            row = measure(engine, 1, K3, repeats)
-        emit(row="eagle3 k=3", name=f"8 layers, 2 GPUs, {name}", layers=8, **row)
+        name = f"8 layers, 2 GPUs, {name}"
+        try:
+            with Engine(config(8, 1, draft={"weights": "random"}, **changes)) as engine:
+                row = measure(engine, 1, K3, repeats)
+            emit(row="eagle3 k=3", name=name, layers=8, **row)
+        except EngineError as error:
+            _failure(emit, name, error)
     tiny_rows(emit, "tiny, 2 GPUs, P2P off", THROUGH_HOST)
 
 

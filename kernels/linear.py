@@ -2,18 +2,16 @@
 
 T tokens, K inputs, O outputs. The norm costs no pass of its own: with y = norm(x) W^T the row's
 scale is a factor of the whole row, so sum(x^2) is gathered while x * g meets W and applied at the
-end. One token takes a vector kernel (a program holds whole rows of W in registers), more tokens a
-matrix kernel, split over K where O gives too few programs.
+end. One token takes a vector kernel (a program holds whole rows of W in registers), a few tokens
+either that of ``linear_tokens`` or, as more do, a matrix kernel, split over K where O gives too few
+programs.
 """
 
 import torch
 
 from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, require
-from kernels.linear_kernels import (
-    linear_matrix_kernel,
-    linear_tokens_kernel,
-    linear_vector_kernel,
-)
+from kernels.linear_kernels import linear_matrix_kernel, linear_vector_kernel
+from kernels.linear_tokens import linear_tokens_kernel
 from kernels.norm import MAX_HIDDEN, add_rms_norm, rms_norm, rms_norm_ref
 from kernels.tuning import Config, config_for
 
@@ -92,6 +90,10 @@ _TILES = (
 )  # fmt: skip
 
 
+#: block_o, block_k, ahead, num_warps of the kernel for few tokens
+_TOKEN_TILES = ((8, 256, 2, 1), (8, 512, 1, 2), (8, 1024, 1, 4), (4, 512, 2, 2))
+
+
 def candidates(num_tokens: int, num_outputs: int, num_inputs: int) -> list[Config]:
     """What tuning tries for this shape."""
     found: list[Config] = []
@@ -101,17 +103,14 @@ def candidates(num_tokens: int, num_outputs: int, num_inputs: int) -> list[Confi
             (8, 2048, 4), (4, 2048, 4), (4, 2048, 2), (2, 2048, 2), (2, 4096, 4), (4, 4096, 4),
             (4, 4096, 8), (8, 1024, 4), (8, 1024, 2), (16, 512, 4), (2, 2048, 1), (1, 4096, 4),
         ]  # fmt: skip
-    else:
-        tiles = [
-            (block_o, whole, num_warps)
-            for block_o, num_warps in (
-                (4, 1), (4, 2), (8, 4),
-            )
-        ]  # fmt: skip
-    if num_tokens <= MAX_VECTOR_TOKENS:
         for block_o, block_k, num_warps in tiles:
             if block_k <= whole and 8 <= block_o * block_k // (32 * num_warps) <= 256:
                 found.append({"vector": 1, "block_o": block_o, "block_k": block_k,
+                              "num_warps": num_warps})  # fmt: skip
+    if num_tokens <= MAX_VECTOR_TOKENS:
+        for block_o, block_k, ahead, num_warps in _TOKEN_TILES:
+            if block_k <= whole:
+                found.append({"vector": 1, "block_o": block_o, "block_k": block_k, "ahead": ahead,
                               "num_warps": num_warps})  # fmt: skip
     if num_tokens == 1:
         return found
@@ -137,6 +136,17 @@ def candidates(num_tokens: int, num_outputs: int, num_inputs: int) -> list[Confi
 def num_output_blocks(config: Config, num_outputs: int) -> int:
     """Programs along the outputs."""
     return cdiv(num_outputs, config["block_o"])
+
+
+def in_pairs(*tensors: torch.Tensor) -> bool:
+    """Whether rows can be read as words of two bf16 each."""
+    return all(
+        t.dtype == torch.bfloat16
+        and t.shape[-1] % 2 == 0
+        and t.storage_offset() % 2 == 0
+        and (t.dim() == 1 or t.stride(0) % 2 == 0)
+        for t in tensors
+    )
 
 
 def run_linear(
@@ -172,7 +182,8 @@ def run_linear(
         shape,
         lambda: default_config(num_tokens, num_outputs, num_inputs, x_TK.element_size()),
     )
-    if gain_K is not None and config.get("norm_first"):
+    few = config["vector"] and (num_tokens > 1 or config.get("ahead"))
+    if gain_K is not None and (config.get("norm_first") or (few and added_TK is not None)):
         # a kernel of its own for the norm leaves the product's loop with loads and dots alone
         if added_TK is None:
             x_TK, normed_total = rms_norm(x_TK, gain_K, eps), None
@@ -252,17 +263,17 @@ def _launch_linear(
     )  # fmt: skip
     if config["vector"]:
         require(
-            num_tokens == 1
-            or (num_tokens <= MAX_VECTOR_TOKENS and config["block_k"] >= num_inputs),
-            f"{op}: the vector kernel takes {MAX_VECTOR_TOKENS} tokens at most (whole rows when "
-            f"more than 1), got {num_tokens} with blocks of {config['block_k']} inputs",
+            num_tokens <= MAX_VECTOR_TOKENS,
+            f"{op}: the vector kernels take {MAX_VECTOR_TOKENS} tokens at most, got {num_tokens}",
         )
-        if num_tokens > 1:
+        if num_tokens > 1 or config.get("ahead"):
+            del flags["HAS_ADDED"]
             launch(
-                linear_tokens_kernel, (blocks,), *pointers, num_outputs,
-                x_TK.stride(0), weight_OK.stride(0), eps, T=num_tokens, **flags,
-                BLOCK_O=config["block_o"], BLOCK_K=config["block_k"],
-                PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
+                linear_tokens_kernel, (blocks,), x_TK, gain, weight_OK, *pointers[4:6],
+                *pointers[7:], num_outputs, x_TK.stride(0), weight_OK.stride(0), eps,
+                T=num_tokens, **flags, BLOCK_O=config["block_o"], BLOCK_K=config["block_k"],
+                AHEAD=config.get("ahead", 1), PAIRS=in_pairs(x_TK, weight_OK, gain), PDL=pdl,
+                launch_pdl=pdl, num_warps=config["num_warps"],
             )  # fmt: skip
             return out, total, value, index
         launch(

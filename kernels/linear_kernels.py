@@ -1,4 +1,4 @@
-"""The three kernels behind the linear layers of ``linear`` and ``head``.
+"""Two of the kernels behind the linear layers of ``linear`` and ``head``.
 
 T tokens, K inputs, OUT outputs. What a flag switches off is a pointer that is never followed.
 """
@@ -60,54 +60,6 @@ def linear_vector_kernel(
         best = tl.max(value, axis=0)
         tl.store(best_value + pid, best)
         tl.store(best_index + pid, tl.min(tl.where(value == best, o, OUT - 1), axis=0))
-
-
-@triton.jit
-def linear_tokens_kernel(
-    x, added, gain, weight, residual, out, total, best_value, best_index,
-    OUT, x_stride, weight_stride, eps,
-    T: tl.constexpr, K: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, STORE: tl.constexpr, ARGMAX: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)
-    o = pid * BLOCK_O + tl.arange(0, BLOCK_O)
-    k = tl.arange(0, BLOCK_K)
-    in_o = o < OUT
-    in_k = k < K
-    # whole rows of the weight stay in registers while every token passes by
-    tile = tl.load(
-        weight + o.to(tl.int64)[:, None] * weight_stride + k[None, :],
-        mask=in_o[:, None] & in_k[None, :],
-        other=0.0,
-        eviction_policy="evict_first",
-    )
-    wait_for_predecessor(PDL)
-    if HAS_NORM:
-        g = tl.load(gain + k, mask=in_k, other=0.0).to(tl.float32)
-    for t in tl.static_range(T):
-        x_k = tl.load(x + t * x_stride + k, mask=in_k, other=0.0)
-        if HAS_ADDED:
-            x_k = add_rounded(x_k, tl.load(added + t * x_stride + k, mask=in_k, other=0.0))
-            if pid == 0:
-                tl.store(total + t * x_stride + k, x_k, mask=in_k)
-        v = x_k.to(tl.float32)
-        if HAS_NORM:
-            scale = tl.rsqrt(tl.sum(v * v, axis=0) / K + eps)
-            v *= g
-        y = tl.sum(tile.to(tl.float32) * v[None, :], axis=1)
-        if HAS_NORM:
-            y *= scale
-        if HAS_RESIDUAL:
-            y += tl.load(residual + t * OUT + o, mask=in_o, other=0.0).to(tl.float32)
-        y = y.to(x.dtype.element_ty)
-        if STORE:
-            tl.store(out + t * OUT + o, y, mask=in_o)
-        if ARGMAX:
-            value = tl.where(in_o, y.to(tl.float32), float("-inf"))
-            best = tl.max(value, axis=0)
-            tl.store(best_value + pid * T + t, best)
-            tl.store(best_index + pid * T + t, tl.min(tl.where(value == best, o, OUT - 1), axis=0))
 
 
 @triton.jit

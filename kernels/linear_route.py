@@ -12,8 +12,12 @@ from typing import NamedTuple
 import torch
 
 from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, require, waiting_programs
-from kernels.linear import linear_add, linear_add_ref
-from kernels.linear_route_kernels import linear_route_matrix_kernel, linear_route_vector_kernel
+from kernels.linear import MAX_VECTOR_TOKENS, in_pairs, linear_add, linear_add_ref
+from kernels.linear_route_kernels import (
+    linear_route_matrix_kernel,
+    linear_route_tokens_kernel,
+    linear_route_vector_kernel,
+)
 from kernels.norm import Normed
 from kernels.router import check_route, norm_route, norm_route_ref
 from kernels.tuning import Config, config_for
@@ -160,8 +164,8 @@ def linear_route(
     squares_NT = torch.empty(1, num_tokens, **fp32)
     weight_TK = torch.empty(num_tokens, top_k, **fp32)
     expert_TK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=device)
-    split = config.get("split_k", 1)
-    partial = torch.empty(blocks * split * 16 * block_o, **fp32) if split > 1 else squares_NT
+    split, block_t = config.get("split_k", 1), config.get("block_t", 16)
+    partial = torch.empty(blocks * split * block_t * block_o, **fp32) if split > 1 else squares_NT
     pdl = pdl_for(device, OP)
     arguments = (
         x_TK, weight_OK, x_TK if residual_TO is None else residual_TO, out_TO, norm_weight_O,
@@ -181,11 +185,25 @@ def linear_route(
         "launch_pdl": pdl, "num_warps": config["num_warps"],
     }  # fmt: skip
     if config["vector"]:
-        require(num_tokens == 1, f"linear_route: the vector kernel takes 1 token, got {num_tokens}")
-        launch(linear_route_vector_kernel, (blocks,), *arguments, **flags)
+        require(
+            num_tokens <= MAX_VECTOR_TOKENS,
+            f"linear_route: the vector kernels take {MAX_VECTOR_TOKENS} tokens at most, got "
+            f"{num_tokens}",
+        )
+        if num_tokens > 1 or config.get("ahead"):
+            launch(
+                linear_route_tokens_kernel, (blocks,), *arguments, **flags,
+                AHEAD=config.get("ahead", 1), PAIRS=in_pairs(x_TK, weight_OK),
+            )  # fmt: skip
+        else:
+            launch(linear_route_vector_kernel, (blocks,), *arguments, **flags)
     else:
+        require(
+            num_tokens <= block_t,
+            f"linear_route: a block of {block_t} tokens does not hold {num_tokens}",
+        )
         launch(
-            linear_route_matrix_kernel, (blocks, split), *arguments, **flags, BLOCK_T=16,
+            linear_route_matrix_kernel, (blocks, split), *arguments, **flags, BLOCK_T=block_t,
             SPLIT_K=split, STAGES=config["stages"], SWAP=bool(config["swap"]), PRECISION="ieee",
         )  # fmt: skip
     return Routed(out_TO, weight_TK, expert_TK, Normed(weighted_TO, squares_NT))

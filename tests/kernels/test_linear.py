@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import tuning
+from kernels import linear, tuning
 from kernels.opset import opset
 from tests.kernels.helpers import TRITON, assert_same, randn
 
@@ -69,8 +69,14 @@ def test_every_split_over_the_inputs_gives_the_same(
     [
         pytest.param(t, c, id=f"{name}-{t}")
         for name, c, sizes in (
-            ("rows-in-registers", {"vector": 1, "block_o": 4, "block_k": 256, "num_warps": 2},
-             (1, 2, 7, 8)),
+            ("rows-in-registers", {"vector": 1, "block_o": 4, "block_k": 64, "ahead": 1,
+                                   "num_warps": 2}, (1, 2, 7, 8)),
+            ("two-tiles-ahead", {"vector": 1, "block_o": 8, "block_k": 32, "ahead": 2,
+                                 "num_warps": 1}, (3,)),
+            ("whole-rows-ahead", {"vector": 1, "block_o": 2, "block_k": 256, "ahead": 3,
+                                  "num_warps": 1}, (1, 4)),
+            ("eight-rows", {"vector": 0, "block_t": 8, "block_o": 16, "block_k": 32, "split_k": 4,
+                            "stages": 3, "swap": 1, "num_warps": 1}, (4, 8, 9)),
             ("swapped", {"vector": 0, "block_t": 16, "block_o": 64, "block_k": 32, "split_k": 1,
                          "stages": 2, "swap": 1, "norm_first": 1, "num_warps": 4}, (2, 19)),
             ("swapped-split", {"vector": 0, "block_t": 16, "block_o": 16, "block_k": 64,
@@ -95,14 +101,30 @@ def test_every_kind_of_configuration_equals_the_reference(
             assert_same(op, x, weight, randn(device, torch.float32, tokens, 50))
 
 
-@pytest.mark.parametrize(("tokens", "block_k"), [(9, 256), (2, 128)], ids=["tokens", "rows"])
-def test_weights_in_registers_refuse_what_they_cannot_hold(tokens: int, block_k: int) -> None:
-    config = {"vector": 1, "block_o": 4, "block_k": block_k, "num_warps": 2}
+@pytest.mark.parametrize("shape", [(3, 200, 50), (2, 66, 9), (4, 33, 17)], ids=str)
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "odd-offset"])
+def test_bf16_pairs_and_single_elements_give_the_same(
+    device: torch.device, shape: tuple[int, int, int], shift: int
+) -> None:
+    """Rows are read as words of two where they begin at even elements; elsewhere one by one."""
+    tokens, inputs, outputs = shape
+    x = randn(device, torch.bfloat16, tokens, inputs)
+    room = randn(device, torch.bfloat16, outputs * inputs + shift, scale=inputs**-0.5)
+    weight = room[shift:].view(outputs, inputs)
+    config = {"vector": 1, "block_o": 4, "block_k": 64, "ahead": 1, "num_warps": 1}
+    assert linear.in_pairs(x, weight) == (shift == 0 and inputs % 2 == 0)
+    with tuning.forced("norm_linear", config), tuning.forced("linear_add", config):
+        assert_same("norm_linear", x, randn(device, torch.bfloat16, inputs), EPS, weight)
+        assert_same("linear_add", x, weight, None)
+
+
+def test_weights_in_registers_refuse_more_tokens_than_they_hold() -> None:
+    config = {"vector": 1, "block_o": 4, "block_k": 256, "num_warps": 2}
     with (
         tuning.forced("linear_add", config),
-        pytest.raises(ValueError, match=f"got {tokens} with blocks of {block_k} inputs"),
+        pytest.raises(ValueError, match="take 8 tokens at most, got 9"),
     ):
-        TRITON.linear_add(torch.zeros(tokens, 200), torch.zeros(50, 200), None)
+        TRITON.linear_add(torch.zeros(9, 200), torch.zeros(50, 200), None)
 
 
 def test_linear_add_may_write_over_its_residual(device: torch.device) -> None:

@@ -99,8 +99,21 @@ def test_bf16_chooses_well_for_the_stream_it_leaves(
         {"block_o": 16, "block_k": 32, "split_k": 1, "stages": 2, "swap": 0, "num_warps": 4},
         {"block_o": 32, "block_k": 16, "split_k": 4, "stages": 3, "swap": 0, "num_warps": 4},
         {"block_o": 64, "block_k": 32, "split_k": 2, "stages": 2, "swap": 1, "num_warps": 8},
+        {
+            "block_t": 8,
+            "block_o": 16,
+            "block_k": 32,
+            "split_k": 4,
+            "stages": 2,
+            "swap": 1,
+            "num_warps": 1,
+        },
+        {"vector": 1, "block_o": 8, "block_k": 64, "ahead": 1, "num_warps": 2},
+        {"vector": 1, "block_o": 16, "block_k": 32, "ahead": 2, "num_warps": 1},
     ],
-    ids=lambda c: f"o{c['block_o']}-split{c['split_k']}",
+    ids=lambda c: "-".join(
+        f"{k}{v}" for k, v in c.items() if k in ("vector", "block_o", "split_k")
+    ),
 )
 def test_every_split_gives_the_same_and_leaves_the_counters_at_zero(
     device: torch.device, config: dict[str, int]
@@ -108,7 +121,7 @@ def test_every_split_gives_the_same_and_leaves_the_counters_at_zero(
     i = _inputs(device, torch.float32, (5, 100, 200, 12, 3))
     args = (i["x"], i["weight"], i["residual"], i["norm"], EPS, i["router"], 3)
     wanted = opset("reference").linear_route(*args)
-    with tuning.forced("linear_route", config | {"vector": 0}):
+    with tuning.forced("linear_route", {"vector": 0} | config):
         # the second call finds the counters as the first left them
         for _ in range(2):
             total, weight, expert, _ = TRITON.linear_route(*args)

@@ -54,6 +54,12 @@ def resolve(config: LaunchConfig) -> Shapes:
             f"max_context {config.max_context} is above the target's max_position_embeddings "
             f"{target.max_position}"
         )
+    window = target.sliding_window
+    if window is not None and config.max_context > window:
+        raise invalid(
+            f"max_context {config.max_context} is above the target's sliding_window {window}: "
+            "attention that forgets is not supported, up to the window it is the same"
+        )
     if config.tp > target.vocab:
         raise invalid(f"tp {config.tp} is above the target's vocab_size {target.vocab}")
     return Shapes(target, _resolve_draft(config, target))
@@ -112,7 +118,7 @@ def build(
     source: Checkpoint | RandomSource
     if config.target.path is not None:
         source = Checkpoint(Path(config.target.path))
-        check_target(source, shapes.target)
+        check_target(source, shapes.target, Rank(group.rank, group.tp))
     else:
         names = target_tensor_shapes(shapes.target)
         scale = target_scale(shapes.target.layers)

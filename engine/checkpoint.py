@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engine.config_json import read_json
 from engine.errors import invalid
-from engine.shapes import read_json
 
 _FLOATS = ("BF16", "F16", "F32")
+_SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_NAMES = 4
 
@@ -29,6 +30,8 @@ class Checkpoint:
         self._handles = {path: _open(path) for path in _files(folder)}
         for path, handle in self._handles.items():
             for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                if name in self._file_of:
+                    raise invalid(f"{path}: {name} stands in {self._file_of[name].name} as well")
                 self._file_of[name] = path
 
     @property
@@ -95,7 +98,10 @@ class Checkpoint:
 
 
 def _files(folder: Path) -> list[Path]:
-    index = folder / _INDEX
+    """The folder's files: model.safetensors if it is there, else the index's, else all."""
+    index, single = folder / _INDEX, folder / _SINGLE
+    if single.is_file():
+        return [single]
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):

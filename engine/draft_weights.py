@@ -88,11 +88,16 @@ def load_draft(
     target_id_R = torch.arange(shape.draft_vocab) + offset_R
     if int(target_id_R.min()) < 0 or int(target_id_R.max()) >= shape.vocab:
         raise invalid(f"{folder}: d2t maps outside the target's {shape.vocab} tokens")
-    if "t2d" in checkpoint and not bool(checkpoint.read("t2d").bool()[target_id_R].all()):
+    reached_V = torch.bincount(target_id_R, minlength=shape.vocab)
+    if int(reached_V.max()) > 1:
+        raise invalid(f"{folder}: d2t maps two draft tokens to token {int(reached_V.argmax())}")
+    if "t2d" in checkpoint and not torch.equal(checkpoint.read("t2d").bool(), reached_V.bool()):
         raise invalid(f"{folder}: t2d and d2t name different draft tokens")
     embed_VH = None
     if "embed_tokens.weight" in checkpoint:
         embed_VH = checkpoint.read("embed_tokens.weight")
+        if not bool(embed_VH.isfinite().all()):
+            raise invalid(f"{folder}: embed_tokens.weight holds NaN or infinite values")
     elif shape.hidden != target_embed_VH.shape[1]:
         raise invalid(
             f"{folder}: has no embed_tokens, and its hidden size {shape.hidden} is not the "
@@ -129,7 +134,8 @@ def _check_belongs(checkpoint: Checkpoint, shape: DraftShape, folder: Path) -> N
     """A head of another target is told as such, not as a wrong shape."""
     if "fc.weight" not in checkpoint:
         return
-    width = checkpoint.read("fc.weight").shape[-1]
+    sizes = checkpoint.read("fc.weight").shape
+    width = sizes[-1] if sizes else 1
     if width != 3 * shape.target_hidden:
         raise invalid(
             f"{folder}: this head belongs to another target: fc takes {width} values, three hidden "
@@ -149,7 +155,14 @@ def _assemble(
 ) -> DraftWeights:
     def get(*names: str) -> torch.Tensor:
         parts = [source.read(f"{name}.weight") for name in names]
-        return torch.cat(parts).to(device=device, dtype=dtype).contiguous()
+        joined = torch.cat(parts).to(device=device, dtype=dtype).contiguous()
+        # the target would refuse every draft and its text stay right: nothing else would tell
+        if not bool(joined.isfinite().all()):
+            raise invalid(
+                f"{', '.join(names)} of the EAGLE-3 head: NaN or infinite as {dtype}; the file "
+                "is damaged, or its values overflow this dtype"
+            )
+        return joined
 
     attn, mlp = f"{layer}self_attn", f"{layer}mlp"
     return DraftWeights(

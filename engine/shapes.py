@@ -3,14 +3,15 @@
 Every size is read by name: a missing key stops with that name rather than guess a default.
 """
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.config_json import Keys, read_json
 from engine.errors import invalid
 
+#: far above every published model; a file beyond them is broken
+_MOST_LAYERS, _MOST_EXPERTS = 1024, 8192
 _SHAPES = Path(__file__).resolve().parent.parent / "studies" / "shapes"
 
 
@@ -38,6 +39,8 @@ class TargetShape:
     rms_eps: float
     rope_theta: float
     max_position: int
+    #: tokens that attention looks back over, itself included; None: all
+    sliding_window: int | None
     tied_head: bool
     eos_ids: tuple[int, ...]
 
@@ -72,73 +75,20 @@ class DraftShape:
     capture_points: tuple[int, int, int]
 
 
-class _Keys:
-    """Reads keys of one config file by name."""
-
-    def __init__(self, data: Mapping[str, Any], source: Path) -> None:
-        self.data, self.source = data, source
-
-    def get(self, kind: type, *names: str) -> Any:
-        for name in names:
-            value = self.data.get(name)
-            if value is None:
-                continue
-            if kind is float and isinstance(value, int) and not isinstance(value, bool):
-                value = float(value)
-            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-                raise invalid(f"{self.source}: {name} must be {kind.__name__}, got {value!r}")
-            return value
-        raise invalid(f"{self.source}: required key {names[0]!r} is missing")
-
-    def positive(self, *names: str) -> int:
-        value: int = self.get(int, *names)
-        if value < 1:
-            raise invalid(f"{self.source}: {names[0]} must be at least 1, got {value}")
-        return value
-
-    def rope_theta(self, *, default: float | None = None) -> float:
-        """From ``rope_theta`` or, as newer transformers write it, ``rope_parameters``."""
-        rope = self.data.get("rope_parameters") or self.data.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise invalid(f"{self.source}: rope_type {kind!r} is not supported; known: default")
-        theta = rope.get("rope_theta", self.data.get("rope_theta", default))
-        if not isinstance(theta, (int, float)):
-            raise invalid(f"{self.source}: required key 'rope_theta' is missing")
-        return float(theta)
-
-    def require(self, name: str, default: object, wanted: object) -> None:
-        """Refuse a variant of the architecture that the engine does not compute."""
-        value = self.data.get(name, default)
-        if value != wanted:
-            raise invalid(f"{self.source}: {name} {value!r} is not supported; known: {wanted!r}")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; one clear line when it is missing or broken."""
-    try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise invalid(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise invalid(f"{path}: not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise invalid(f"{path}: must hold a JSON object")
-    return data
-
-
 def target_shape(config_json: Path, *, sizes_only: bool = False) -> TargetShape:
     """Parse a Qwen3-MoE or Mixtral config.json; raises ``EngineError`` (invalid) naming the key.
 
     ``sizes_only``: weights will be random, so a file without ``rope_theta`` will do.
     """
-    keys = _Keys(read_json(config_json), config_json)
+    keys = Keys(read_json(config_json), config_json)
     family = keys.data.get("model_type")
     if family not in ("qwen3_moe", "mixtral"):
         raise invalid(
             f"{config_json}: model_type {family!r} is not supported; known: 'qwen3_moe', 'mixtral'"
         )
     keys.require("hidden_act", "silu", "silu")
+    if not sizes_only:
+        keys.refuse_quantized()
     shape = _qwen3(keys, sizes_only) if family == "qwen3_moe" else _mixtral(keys, sizes_only)
     if shape.heads % shape.kv_heads:
         raise invalid(
@@ -153,9 +103,8 @@ def target_shape(config_json: Path, *, sizes_only: bool = False) -> TargetShape:
     return shape
 
 
-def _qwen3(keys: _Keys, sizes_only: bool) -> TargetShape:
+def _qwen3(keys: Keys, sizes_only: bool) -> TargetShape:
     keys.require("attention_bias", False, False)
-    keys.require("use_sliding_window", False, False)
     keys.require("decoder_sparse_step", 1, 1)
     if keys.data.get("mlp_only_layers"):
         raise invalid(
@@ -165,34 +114,48 @@ def _qwen3(keys: _Keys, sizes_only: bool) -> TargetShape:
     return TargetShape(
         family="qwen3_moe",
         qk_norm=True,
-        dense_intermediate=keys.data.get("intermediate_size"),
-        head_dim=keys.positive("head_dim"),
+        dense_intermediate=keys.maybe_positive("intermediate_size"),
+        # required: where it is absent, transformers takes 128 and others hidden size / heads
+        head_dim=keys.head_dim(),
+        sliding_window=_window(keys, used=bool(keys.maybe(bool, "use_sliding_window"))),
         moe_intermediate=keys.positive("moe_intermediate_size"),
         # transformers 5 writes the count of experts under its second name
-        experts=keys.positive("num_experts", "num_local_experts"),
+        experts=keys.positive("num_experts", "num_local_experts", most=_MOST_EXPERTS),
         renormalize=keys.get(bool, "norm_topk_prob"),
         **_common_sizes(keys, sizes_only),
     )
 
 
-def _mixtral(keys: _Keys, sizes_only: bool) -> TargetShape:
-    keys.require("sliding_window", None, None)
+def _mixtral(keys: Keys, sizes_only: bool) -> TargetShape:
     width = keys.positive("intermediate_size")
     heads = keys.positive("num_attention_heads")
     return TargetShape(
         family="mixtral",
         qk_norm=False,
         dense_intermediate=width,
-        head_dim=keys.data.get("head_dim") or keys.positive("hidden_size") // heads,
+        head_dim=keys.head_dim(keys.positive("hidden_size"), heads),
+        sliding_window=_window(keys, used=True),
         moe_intermediate=width,
-        experts=keys.positive("num_local_experts", "num_experts"),
+        experts=keys.positive("num_local_experts", "num_experts", most=_MOST_EXPERTS),
         renormalize=True,
         **_common_sizes(keys, sizes_only),
     )
 
 
-def _common_sizes(keys: _Keys, sizes_only: bool) -> dict[str, Any]:
-    layers = keys.positive("num_hidden_layers")
+def _window(keys: Keys, *, used: bool) -> int | None:
+    window = keys.maybe_positive("sliding_window") if used else None
+    known = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
+    types = keys.maybe(list, "layer_types") or []
+    wrong = next((t for t in types if t not in known), None)
+    if wrong is not None:
+        raise invalid(
+            f"{keys.source}: layer_types {wrong!r} is not supported; known: full_attention"
+        )
+    return window
+
+
+def _common_sizes(keys: Keys, sizes_only: bool) -> dict[str, Any]:
+    layers = keys.positive("num_hidden_layers", most=_MOST_LAYERS)
     return {
         "vocab": keys.positive("vocab_size"),
         "hidden": keys.positive("hidden_size"),
@@ -201,11 +164,11 @@ def _common_sizes(keys: _Keys, sizes_only: bool) -> dict[str, Any]:
         "heads": keys.positive("num_attention_heads"),
         "kv_heads": keys.positive("num_key_value_heads"),
         "experts_per_token": keys.positive("num_experts_per_tok"),
-        "rms_eps": keys.get(float, "rms_norm_eps"),
+        "rms_eps": keys.rms_eps(),
         "rope_theta": keys.rope_theta(default=10_000.0 if sizes_only else None),
         "max_position": keys.positive("max_position_embeddings"),
         "tied_head": keys.get(bool, "tie_word_embeddings"),
-        "eos_ids": _eos_ids(keys.source.parent, keys.data),
+        "eos_ids": keys.eos_ids(),
     }
 
 
@@ -226,35 +189,47 @@ def named_target_shape(name: str, layers: int | None) -> TargetShape:
 
 def draft_shape(config_json: Path, target: TargetShape) -> DraftShape:
     """Parse an EAGLE-3 config.json and check that the head belongs to ``target``."""
-    keys = _Keys(read_json(config_json), config_json)
-    names = keys.data.get("architectures") or []
+    keys = Keys(read_json(config_json), config_json)
+    names = keys.maybe(list, "architectures") or []
     if not any("eagle3" in str(name).lower() for name in names):
         raise invalid(
             f"{config_json}: architectures {names} is no EAGLE-3 head (LlamaForCausalLMEagle3)"
         )
     keys.require("hidden_act", "silu", "silu")
+    keys.refuse_quantized()
     keys.require("num_hidden_layers", 1, 1)
     keys.require("attention_bias", False, False)
+    keys.require("mlp_bias", False, False)
+    _require_plain_eagle3(keys)
     hidden, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
     vocab = keys.positive("vocab_size")
-    target_hidden = keys.data.get("target_hidden_size") or hidden
+    target_hidden = keys.maybe_positive("target_hidden_size") or hidden
     if vocab != target.vocab or target_hidden != target.hidden:
         raise invalid(
             f"{config_json}: this head belongs to another target: vocab_size {vocab}, hidden size "
             f"{target_hidden}; the target has {target.vocab} and {target.hidden}"
         )
+    draft_vocab = keys.positive("draft_vocab_size", "vocab_size")
+    if draft_vocab > vocab:
+        raise invalid(f"{config_json}: draft_vocab_size {draft_vocab} is above vocab_size {vocab}")
+    kv_heads = keys.positive("num_key_value_heads")
+    if heads % kv_heads:
+        raise invalid(
+            f"{config_json}: num_key_value_heads {kv_heads} does not divide "
+            f"num_attention_heads {heads}"
+        )
     return DraftShape(
         vocab=vocab,
-        draft_vocab=keys.positive("draft_vocab_size", "vocab_size"),
+        draft_vocab=draft_vocab,
         hidden=hidden,
         target_hidden=target_hidden,
         intermediate=keys.positive("intermediate_size"),
         heads=heads,
-        kv_heads=keys.positive("num_key_value_heads"),
-        head_dim=keys.data.get("head_dim") or hidden // heads,
-        rms_eps=keys.get(float, "rms_norm_eps"),
+        kv_heads=kv_heads,
+        head_dim=keys.head_dim(hidden, heads),
+        rms_eps=keys.rms_eps(),
         rope_theta=keys.rope_theta(),
-        norm_before_residual=bool(keys.data.get("norm_before_residual", False)),
+        norm_before_residual=keys.maybe(bool, "norm_before_residual") or False,
         capture_points=_capture_points(keys, target.layers),
     )
 
@@ -285,31 +260,45 @@ def default_capture_points(layers: int) -> tuple[int, int, int]:
     return (min(low, layers), min(max(mid, 0), layers), min(max(high, 0), layers))
 
 
-def _capture_points(keys: _Keys, layers: int) -> tuple[int, int, int]:
+#: keys of an EAGLE-3 config.json or its ``eagle_config`` that change what a head computes, and the
+#: value of the plain head
+_PLAIN_EAGLE3 = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+    "parallel_draft_step": 1,
+}
+
+
+def _require_plain_eagle3(keys: Keys) -> None:
+    for place, data in (("", keys.data), ("eagle_config.", keys.mapping("eagle_config"))):
+        for name, wanted in _PLAIN_EAGLE3.items():
+            value = data.get(name)
+            if value is not None and value != wanted:
+                raise invalid(
+                    f"{keys.source}: {place}{name} {value!r} is not supported; known: {wanted!r}"
+                )
+
+
+def _capture_points(keys: Keys, layers: int) -> tuple[int, int, int]:
     """Two conventions are in use and both are honoured by where the list stands.
 
     At the top level (vLLM, speculators) value i is the input of layer i; inside ``eagle_config``
     (ModelOpt, SGLang) value i is the output of layer i, which is the input of layer i + 1.
     """
     name = "eagle_aux_hidden_state_layer_ids"
-    ids = keys.data.get(name)
+    ids, shift = keys.maybe(list, name), 0
     if not ids:
-        nested = (keys.data.get("eagle_config") or {}).get(name)
-        ids = [i + 1 for i in nested] if nested else None
+        ids, shift = keys.mapping("eagle_config").get(name), 1
     if not ids:
         return default_capture_points(layers)
-    if len(ids) != 3 or not all(isinstance(i, int) and 0 <= i <= layers for i in ids):
+    good = isinstance(ids, list) and len(ids) == 3
+    if not good or not all(type(i) is int and 0 <= i <= layers - shift for i in ids):
         raise invalid(
             f"{keys.source}: {name} must be three layers of a {layers}-layer target, got {ids}"
         )
-    return (ids[0], ids[1], ids[2])
-
-
-def _eos_ids(folder: Path, data: Mapping[str, Any]) -> tuple[int, ...]:
-    generation = folder / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    if eos is None:
-        eos = data.get("eos_token_id")
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    return (ids[0] + shift, ids[1] + shift, ids[2] + shift)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from engine.checkpoint import Checkpoint
+from engine.errors import invalid
 from engine.shapes import TargetShape
 
 
@@ -194,10 +195,19 @@ def target_tensor_shapes(shape: TargetShape) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def check_target(checkpoint: Checkpoint, shape: TargetShape) -> None:
+def check_target(checkpoint: Checkpoint, shape: TargetShape, place: Rank) -> None:
     """Refuse a checkpoint whose tensors are not exactly the shape's."""
     optional = ("lm_head.weight",) if shape.tied_head else ()
     checkpoint.check(target_tensor_shapes(shape), optional=optional)
+    if shape.tied_head and "lm_head.weight" in checkpoint:
+        rows = place.vocab_span(shape.vocab)
+        head_RH = checkpoint.read_rows("lm_head.weight", *rows)
+        # readers differ: some tie the two, newer transformers takes the head
+        if not torch.equal(head_RH, checkpoint.read_rows("model.embed_tokens.weight", *rows)):
+            raise invalid(
+                f"{checkpoint.folder}: tie_word_embeddings is true, but lm_head.weight is not "
+                "model.embed_tokens.weight; set it to false to use lm_head"
+            )
 
 
 def load_target(

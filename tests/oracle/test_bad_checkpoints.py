@@ -46,6 +46,7 @@ def _refused(local: Callable[..., Any], pair: Path) -> str:
 
 
 _O = "model.layers.1.self_attn.o_proj.weight"
+_DRAFT_UP = "midlayer.mlp.up_proj.weight"
 _GATE = "model.layers.2.mlp.experts.3.gate_proj.weight"
 
 
@@ -84,6 +85,36 @@ _GATE = "model.layers.2.mlp.experts.3.gate_proj.weight"
             lambda t: t.update({"t2d": ~t["t2d"]}),
             "t2d and d2t name different draft tokens",
             id="t2d",
+        ),
+        pytest.param(
+            "eagle3",
+            lambda t: t["t2d"].fill_(True),
+            "t2d and d2t name different draft tokens",
+            id="t2d-names-more",
+        ),
+        pytest.param(
+            "eagle3",
+            lambda t: t["d2t"].__setitem__(1, t["d2t"][0] - 1),
+            "d2t maps two draft tokens to token",
+            id="d2t-twice",
+        ),
+        pytest.param(
+            "eagle3",
+            lambda t: t[_DRAFT_UP].__setitem__((3, 5), float("nan")),
+            "mlp.up_proj of the EAGLE-3 head: NaN or infinite as torch.float32",
+            id="nan-in-the-head",
+        ),
+        pytest.param(
+            "eagle3",
+            lambda t: t.update({"fc.weight": torch.tensor(1.0)}),
+            "belongs to another target: fc takes 1 values",
+            id="fc-a-number",
+        ),
+        pytest.param(
+            "eagle3",
+            lambda t: t.update({"layers.1.mlp.up_proj.weight": torch.zeros(2)}),
+            "unknown tensor layers.1.mlp.up_proj.weight",
+            id="second-layer",
         ),
         pytest.param(
             "eagle3",
@@ -127,6 +158,36 @@ def test_wrong_tensors_are_named(
             {"target_hidden_size": 128},
             "belongs to another target: .* hidden size 128",
             id="width-of-another-target",
+        ),
+        pytest.param("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers 2", id="two-layers"),
+        pytest.param("eagle3", {"num_key_value_heads": 3}, "does not divide", id="draft-heads"),
+        pytest.param(
+            "eagle3", {"draft_vocab_size": 301}, "is above vocab_size 300", id="draft-vocab"
+        ),
+        pytest.param(
+            "eagle3",
+            {"rope_scaling": {"rope_type": "llama3"}},
+            "rope_type 'llama3'",
+            id="draft-rope",
+        ),
+        pytest.param(
+            "eagle3",
+            {"eagle_config": {"use_last_layernorm": False}},
+            "eagle_config.use_last_layernorm False is not supported",
+            id="head-without-its-last-norm",
+        ),
+        pytest.param("eagle3", {"norm_output": True}, "norm_output True", id="normed-output"),
+        pytest.param(
+            "eagle3",
+            {"norm_before_residual": "false"},
+            "norm_before_residual must be bool",
+            id="flag-as-text",
+        ),
+        pytest.param(
+            "eagle3",
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}},
+            r"three layers of a 3-layer target, got \[0, 1, 3\]",
+            id="layer-ids-as-outputs",
         ),
         pytest.param("eagle3", {"architectures": ["X"]}, "is no EAGLE-3 head", id="no-eagle3"),
         pytest.param(

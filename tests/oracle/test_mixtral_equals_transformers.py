@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from engine.config import SpeculationConfig
-from engine.errors import EngineError
 from engine.executor import Order
 from engine.results import Request
-from engine.shapes import named_target_shape, target_shape
+from engine.shapes import named_target_shape
 from engine.timing import NoTimer
 
 
@@ -82,11 +81,3 @@ def test_published_shapes_are_read() -> None:
     small = named_target_shape("mixtral-8x7b", 4)
     assert (small.family, small.experts, small.experts_per_token) == ("mixtral", 8, 2)
     assert (small.layers, small.whole_layers, small.moe_intermediate) == (4, 32, 14336)
-
-
-def test_a_sliding_window_is_refused_by_name(mixtral: tuple[Any, Path], tmp_path: Path) -> None:
-    text = (mixtral[1] / "config.json").read_text()
-    path = tmp_path / "config.json"
-    path.write_text(text.replace('"sliding_window": null', '"sliding_window": 16'))
-    with pytest.raises(EngineError, match=r"sliding_window 16 is not supported"):
-        target_shape(path)

@@ -13,7 +13,7 @@ from torch.nn.functional import embedding
 
 from kernels.device import wait_for_predecessor
 from kernels.head import first_best, norm_linear_argmax_ref
-from kernels.launch import cdiv, launch, pdl_for, pow2, require
+from kernels.launch import launch, pdl_for, pow2, require
 from kernels.linear import run_linear
 
 #: rows of the state matrix
@@ -21,7 +21,6 @@ SLOT, LAST, PREFIX, LEFT = range(4)
 #: largest tree ``force`` takes: it compares every node with every other
 MAX_FORCED_NODES = 128
 _LAST, _PREFIX, _LEFT = tl.constexpr(LAST), tl.constexpr(PREFIX), tl.constexpr(LEFT)
-_BLOCK_B = 64
 
 
 def advance_ref(
@@ -122,31 +121,6 @@ def force_ref(
 
 
 @triton.jit
-def advance_kernel(
-    token, value, state, record, B, state_stride, record_stride,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    here = b < B
-    wait_for_predecessor(PDL)
-    chosen = tl.load(token + b, mask=here, other=0)
-    logit = tl.load(value + b, mask=here, other=0.0)
-    # infinities and NaN less themselves are NaN
-    sound = (logit - logit) == 0.0
-    tl.store(record + b * record_stride, tl.where(sound, chosen, -1), mask=here)
-    last_at = state + _LAST * state_stride + b
-    prefix_at = state + _PREFIX * state_stride + b
-    left_at = state + _LEFT * state_stride + b
-    left = tl.load(left_at, mask=here, other=0)
-    alive = left > 0
-    left -= alive.to(tl.int64)
-    tl.store(last_at, chosen, mask=here & alive)
-    tl.store(left_at, left, mask=here)
-    prefix = tl.load(prefix_at, mask=here, other=0)
-    tl.store(prefix_at, prefix + (left > 0).to(tl.int64), mask=here)
-
-
-@triton.jit
 def finish_kernel(
     best_value, best_index, state, record, embed, following, num_blocks, B, H, state_stride,
     record_stride, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
@@ -237,23 +211,6 @@ def force_kernel(
     on_line = (level < wanted) & (first < T)
     chosen = tl.load(token + row + tl.minimum(first, T - 1), mask=t < T, other=-1)
     tl.store(judged + row + t, tl.where(on_line, chosen, -1), mask=t < T)
-
-
-def advance(
-    token_B: torch.Tensor, value_B: torch.Tensor, state_4B: torch.Tensor, record_B1: torch.Tensor
-) -> None:
-    """As ``advance_ref``, in one launch."""
-    num_rows = token_B.shape[0]
-    require(
-        state_4B.shape == (4, num_rows) and state_4B.stride(1) == 1,
-        f"advance: state {list(state_4B.shape)} must hold 4 x {num_rows} values, rows contiguous",
-    )
-    pdl = pdl_for(token_B.device)
-    launch(
-        advance_kernel, (cdiv(num_rows, _BLOCK_B),), token_B, value_B, state_4B, record_B1,
-        num_rows, state_4B.stride(0), record_B1.stride(0), BLOCK=_BLOCK_B, PDL=pdl,
-        launch_pdl=pdl, num_warps=2,
-    )  # fmt: skip
 
 
 def finish(

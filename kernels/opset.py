@@ -27,8 +27,6 @@ from typing import Any
 
 from kernels.attention import tree_attention, tree_attention_ref
 from kernels.cycle import (
-    advance,
-    advance_ref,
     finish,
     finish_ref,
     force,
@@ -120,7 +118,6 @@ class OpSet:
     follow: Op
     pick: Op
     force: Op
-    advance: Op
     finish: Op
     pair_best: Op
     best_of_ranks: Op
@@ -160,7 +157,6 @@ def opset(name: str) -> OpSet:
             follow=follow_ref,
             pick=pick_ref,
             force=force_ref,
-            advance=advance_ref,
             finish=finish_ref,
             pair_best=pair_best_ref,
             best_of_ranks=best_of_ranks_ref,
@@ -196,7 +192,6 @@ def opset(name: str) -> OpSet:
             follow=follow,
             pick=pick,
             force=force,
-            advance=advance,
             finish=finish,
             pair_best=pair_best,
             best_of_ranks=best_of_ranks,

@@ -39,16 +39,6 @@ def assert_same_in_place(name: str, *args: torch.Tensor | float | None, at: int)
         assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 64, 130])
-def test_advance_equals_reference(device: torch.device, rows: int) -> None:
-    token, value = torch.randint(0, 99, (rows,)), torch.randn(rows)
-    if rows > 1:
-        value[0], value[-1] = float("nan"), float("-inf")
-    record = torch.full((rows, 1), 7)
-    args = (token.to(device), value.to(device), _state(device), record.to(device))
-    assert_same_in_place("advance", *args, at=2)
-
-
 @pytest.mark.parametrize("rows", [1, 5, 17])
 def test_finish_equals_reference(device: torch.device, dtype: torch.dtype, rows: int) -> None:
     x = randn(device, dtype, rows, 64)

@@ -5,7 +5,8 @@
 Runs the study once a seed on its recording and follows the best configuration found, as a share of
 the best recorded one (geometric mean over the levels), trial by trial, beside random search over
 the same space (exact, by counting). Then the model: how far its predictions are off for all
-configurations, before anything is measured and after the search, and whether it ranks them.
+configurations, before anything is measured and after the search, and whether it ranks them. Last
+the knobs: what each value of them is worth where all others are equal.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from autotune.stopping import StopFlag
 from autotune.store.store import Store
 from autotune.study import StudyRun
 from autotune.study_file import LoadedStudy, load_study
+from bench.knob_effects import effects, pair_noise
 from model.spec import Knobs
 
 
@@ -44,9 +46,22 @@ class Truth:
     knobs: Mapping[str, Knobs]
     speeds: Mapping[str, Mapping[int, float]]
 
+    #: tokens/s of each repeat, by knobs and level
+    repeats: tuple[tuple[float, ...], ...] = ()
+    num_incorrect: int = 0
+
     @classmethod
-    def of(cls, recording: Recording) -> "Truth":
-        """Medians over the repeats that did not fail."""
+    def of(cls, recording: Recording, *, lossless: bool = True) -> "Truth":
+        """Medians over the repeats that did not fail; knobs that miss a level are left out.
+
+        ``lossless``: also those whose output was wrong at some level, which a search must not find.
+        """
+        wrong = {
+            recorded.knobs.id
+            for recorded in recording.repeats
+            if lossless and recorded.measurement.output_check == "incorrect"
+        }
+        all_levels = {recorded.workload.concurrency for recorded in recording.repeats}
         rows: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         knobs = {}
         for recorded in recording.repeats:
@@ -57,12 +72,21 @@ class Truth:
         speeds = {
             each: {level: statistics.median(values) for level, values in levels.items()}
             for each, levels in rows.items()
+            if each not in wrong and set(levels) == all_levels
         }
-        return cls(knobs, speeds)
+        repeats = tuple(tuple(v) for each in speeds for v in rows[each].values())
+        kept = {each: knobs[each] for each in speeds}
+        return cls(kept, speeds, repeats, len(wrong))
 
     def score(self, knobs_id: str) -> float:
         """Mean log tokens/s over the levels."""
         return statistics.fmean(math.log(speed) for speed in self.speeds[knobs_id].values())
+
+    def level_scores(self, level: int | None) -> dict[str, float]:
+        """Log tokens/s of every knobs at a level, or the mean over the levels."""
+        if level is None:
+            return {each: self.score(each) for each in self.speeds}
+        return {each: math.log(levels[level]) for each, levels in self.speeds.items()}
 
     def shares(self) -> dict[str, float]:
         """Each knobs' speed as a share of the best's."""
@@ -142,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     loaded = load_study(args.study)
     path = loaded.base_dir / loaded.study.backend.args["path"]
-    truth = Truth.of(read_recording(path))
+    truth = Truth.of(read_recording(path), lossless=loaded.study.constraints.lossless)
     shares = truth.shares()
     prior = accuracy(make_plan(loaded).model, truth)
     curves, ends = [], []
@@ -164,12 +188,21 @@ def main(argv: list[str] | None = None) -> int:
         "rows": rows,
         "model_before": prior,
         "model_after": {k: statistics.median(e[k] for e in ends) for k in prior},
+        "pair_noise": pair_noise(truth.repeats),
+        "num_incorrect": truth.num_incorrect,
+        "effects": {
+            "all" if level is None else str(level): [
+                asdict(each) for each in effects(truth.knobs, truth.level_scores(level))
+            ]
+            for level in (None, *loaded.study.workload.concurrency)
+        },
     }
     if args.json:
         print(json.dumps(answer))
         return 0
     print(
-        f"{len(shares)} configurations recorded, {args.seeds} seeds; speed as a share of the best"
+        f"{len(shares)} configurations recorded ({truth.num_incorrect} more with wrong output), "
+        f"{args.seeds} seeds; speed as a share of the best"
     )
     print("trials  search, median  search, worst  random, mean")
     for row in rows:
@@ -179,7 +212,25 @@ def main(argv: list[str] | None = None) -> int:
         )
     for name in ("model_before", "model_after"):
         print(name, ", ".join(f"{key} {value:.3f}" for key, value in answer[name].items()))
+    for level in (None, *loaded.study.workload.concurrency):
+        print_effects(truth, level)
     return 0
+
+
+def print_effects(truth: Truth, level: int | None) -> None:
+    """A line for each value of each knob: what is left with it, and pairs with the first value."""
+    noise = pair_noise(truth.repeats)
+    where = "all levels" if level is None else f"concurrency {level}"
+    print(f"\nknobs at {where} (a pair's own noise: {noise:.1%})")
+    for each in effects(truth.knobs, truth.level_scores(level)):
+        line = f"{each.knob:26} {each.value!s:8} best with it {each.best_share:.3f}"
+        if each.ratio is not None:
+            mark = "" if each.matters(noise) else "  within noise"
+            line += (
+                f"  x{each.ratio:.3f} of {each.against} ({each.lowest:.3f} to {each.highest:.3f}, "
+                f"{each.num_pairs} pairs){mark}"
+            )
+        print(line)
 
 
 if __name__ == "__main__":

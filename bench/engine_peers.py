@@ -201,6 +201,11 @@ def stage_vllm_start(emit: Emit) -> None:
         start_vllm(emit, peer)
 
 
+def stage_vllm_eagle_start(emit: Emit) -> None:
+    """Start vLLM's EAGLE-3 engine, once the others' memory is free; nothing is timed beside it."""
+    start_vllm(emit, EAGLE)
+
+
 def stage_vllm_wait(emit: Emit) -> None:
     """Until both hold still: nothing is timed beside a start."""
     for peer in (EIGHT, WHOLE):

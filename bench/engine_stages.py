@@ -15,6 +15,7 @@ from bench.engine_peers import (
     stage_vllm8,
     stage_vllm48,
     stage_vllm48eagle,
+    stage_vllm_eagle_start,
     stage_vllm_start,
     stage_vllm_wait,
 )
@@ -41,6 +42,7 @@ from bench.engine_tp import (
 )
 from bench.engine_variants import stage_variants48
 from bench.engine_warm import (
+    stage_compile_all,
     stage_warm,
     stage_warm_all,
     stage_warm_near_tie,
@@ -144,6 +146,7 @@ STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     "warm_tiny": (stage_warm_tiny, 120),
     "warm_near_tie": (stage_warm_near_tie, 60),
     "warm_tp2": (stage_warm_tp2, 100),
+    "compile_all": (stage_compile_all, 110),
     "q8": (stage_q8, 90),
     "q48": (stage_q48, 110),
     "fp32": (stage_fp32, 90),
@@ -160,6 +163,7 @@ STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     "vllm_wait": (stage_vllm_wait, 160),
     "vllm8": (stage_vllm8, 155),
     "vllm48": (stage_vllm48, 155),
+    "vllm_eagle_start": (stage_vllm_eagle_start, 30),
     "vllm48eagle": (stage_vllm48eagle, 170),
     "q8fused": (stage_q8fused, 60),
     "q8joined": (stage_q8joined, 60),

@@ -80,6 +80,28 @@ def stage_warm_tp2(emit: Emit) -> None:
     _compile(emit, slices | tiny)
 
 
+#: seconds for ``compile_all``; what does not fit is left out and said
+COMPILE_BUDGET_S = 75
+
+
+def stage_compile_all(emit: Emit) -> None:
+    """Every kernel's defaults, then tuning's candidates, for all architectures: idle cores only."""
+    start_s = time.perf_counter()
+    done = subprocess.run(
+        ["nice", "-n", "19", sys.executable, "-m", "kernels.compile_all",
+         "--budget", str(COMPILE_BUDGET_S)],
+        capture_output=True, text=True, cwd=_ROOT, check=False,
+    )  # fmt: skip
+    emit(
+        row="compile",
+        name="kernels.compile_all",
+        rc=done.returncode,
+        seconds=time.perf_counter() - start_s,
+        lines=done.stdout.splitlines(),
+        tail=done.stderr[-1500:],
+    )
+
+
 def _slices(
     batches: tuple[int, ...] = (1, 4, 16, 64), changes: Mapping[str, Any] | None = None
 ) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Compile every kernel configuration for every supported GPU architecture, without a GPU.
 
-    python -m kernels.compile_all [--fast] [--workers N] [--arch 90] [--json PATH]
+    python -m kernels.compile_all [--fast] [--workers N] [--arch 90] [--json PATH] [--budget S]
 
 One process a worker; each unit is compiled once an architecture. Prints the shared memory each
 kernel needs and which configurations are excluded where, because they may exceed that GPU's shared
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -161,11 +161,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, action="append", choices=sorted(SHARED_LIMIT_BYTES))
     parser.add_argument("--only", nargs="+", help="only these kernels")
     parser.add_argument("--json", type=Path, help="write one JSON line per unit and architecture")
+    parser.add_argument("--budget", type=float, help="seconds after which the rest is left out")
     args = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("kernels.compile_all: unset TRITON_INTERPRET, the interpreter cannot compile")
         return 2
     architectures = args.arch or sorted(SHARED_LIMIT_BYTES)
+    deadline_s = None if args.budget is None else time.monotonic() + args.budget
     _prepare(args.fast)
     largest: dict[tuple[str, int], int] = defaultdict(int)
     lines: list[dict[str, Any]] = []
@@ -177,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
         else ThreadPoolExecutor(1)
     )
     with pool:
-        pending = {}
+        wanted = []
         for capability in architectures:
             pdl = capability >= 90
             for index, (unit, default) in enumerate(_units[pdl]):
@@ -192,9 +194,15 @@ def main(argv: list[str] | None = None) -> int:
                 lines.append(line)
                 # what tuning would not try there; a default runs everywhere, so it is compiled
                 if default or unit.estimate_bytes <= SHARED_LIMIT_BYTES[capability]:
-                    pending[pool.submit(_compile, pdl, index, capability)] = line
+                    wanted.append(((pdl, index, capability), line))
+        # what runs without tuning comes first
+        wanted.sort(key=lambda item: not item[1]["default"])
+        pending = {pool.submit(_compile, *unit): line for unit, line in wanted}
         for done, future in enumerate(as_completed(pending), 1):
             line = pending[future]
+            if future.cancelled():
+                line["verdict"] = "left out"
+                continue
             shared, error, took = future.result()
             seconds += took
             line |= {"shared_bytes": shared, "error": error or None}
@@ -202,6 +210,9 @@ def main(argv: list[str] | None = None) -> int:
             line["verdict"] = "failed" if error or shared > bound else "compiled"
             at = line["kernel"], line["arch"]
             largest[at] = max(largest[at], shared)
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                for other in pending:
+                    other.cancel()
             if done % 50 == 0:
                 print(f"{done}/{len(pending)} compiled", file=sys.stderr, flush=True)
     if args.json:
@@ -221,19 +232,18 @@ def _report(
         cells = "".join(f"{largest[name, a] / 1024:9.1f}" for a in architectures)
         print(f"{name:<34}{cells}")
     for line in lines:
-        if line["verdict"] == "compiled":
+        if line["verdict"] in ("compiled", "left out"):
             continue
         reason = line["error"] or (
             f"needs {line['shared_bytes']} bytes, at most {line['estimate_bytes']} estimated, "
             f"{line['limit_bytes']} allowed"
         )
         print(f"{line['verdict']}: sm_{line['arch']} {line['kernel']} {line['config']}: {reason}")
-    count = {
-        v: sum(line["verdict"] == v for line in lines) for v in ("compiled", "excluded", "failed")
-    }
+    count = Counter(line["verdict"] for line in lines)
+    late = f", {count['left out']} left out (budget)" if count["left out"] else ""
     print(
-        f"{count['compiled']} compiled, {count['excluded']} excluded, {count['failed']} failed, "
-        f"{seconds:.0f} s of compiling"
+        f"{count['compiled']} compiled, {count['excluded']} excluded, {count['failed']} failed"
+        f"{late}, {seconds:.0f} s of compiling"
     )
 
 

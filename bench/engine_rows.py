@@ -50,20 +50,21 @@ def requests(batch: int, new: int, seed: int, vocab: int = 151_936) -> list[Requ
 
 
 def floors_ms(
-    layers: int, sequences: int, distinct: float, speculation: SpeculationConfig
+    layers: int, sequences: int, distinct: float, speculation: SpeculationConfig, tp: int = 1
 ) -> dict[str, float]:
-    """Least time of each part of a cycle: bytes it must read (bf16) / 4.2 TB/s.
+    """Least time of each part of a cycle: bytes that one GPU must read (bf16) / 4.2 TB/s.
 
     The target's parts as the issue's table counts them; of the head's, the draft steps after the
-    first (whose token the extend has chosen) and the extend.
+    first (whose token the extend has chosen) and the extend. Ranks share all but the router and the
+    head, which is whole on rank 0.
     """
     hidden, experts, width, vocab, heads, kv, dim = 2048, 128, 768, 151_936, 32, 4, 128
     dense = (heads + 2 * kv) * dim * hidden + heads * dim * hidden
     cache = 2 * kv * dim * 1024 * sequences
     values: dict[str, float] = {
-        "attention": layers * (dense + cache),
-        "moe": layers * (experts * hidden + distinct * 3 * hidden * width),
-        "head": vocab * hidden,
+        "attention": layers * (dense + cache) / tp,
+        "moe": layers * (experts * hidden + distinct * 3 * hidden * width / tp),
+        "head": vocab * hidden / tp,
     }
     if speculation.method != "off":
         wide, draft_vocab = 6144, 32_000
@@ -129,10 +130,12 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.mean(known) if known else None
 
 
-def add_floors(row: dict[str, Any], layers: int, speculation: SpeculationConfig) -> None:
+def add_floors(
+    row: dict[str, Any], layers: int, speculation: SpeculationConfig, tp: int = 1
+) -> None:
     """The floor of the whole cycle and every part's share of its own."""
     if row["distinct_experts"] is not None:
-        floors = floors_ms(layers, row["batch"], row["distinct_experts"], speculation)
+        floors = floors_ms(layers, row["batch"], row["distinct_experts"], speculation, tp)
         row["floor_ms"] = sum(floors.values())
         row["shares_of_floor"] = shares_of_floor(row["phases_ms"], floors)
 
@@ -146,5 +149,5 @@ def plain_rows(
         emit(row="start", name=name, start_s=time.perf_counter() - start_s, notes=engine.notes)
         for batch in batches:
             row = measure(engine, batch, OFF, repeats)
-            add_floors(row, layers, OFF)
+            add_floors(row, layers, OFF, engine.config.tp)
             emit(row="decode", name=name, layers=layers, **row)

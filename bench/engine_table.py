@@ -4,22 +4,32 @@ Built from the rows of one run: our stages may have run before and after the pee
 repeats count towards the range. A peer that did not run leaves its column empty.
 """
 
+import json
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
 
-#: (layers, tokens in a forward, "decode" or "eagle3 k=3") -> the issue's bar, ms
+#: links of two GPUs, all with the same bars
+TWO_GPUS = ("P2P off", "P2P off, LL x16", "one-shot", "NVLink")
+#: (name of the rows, tokens in a forward, "decode" or "eagle3 k=3") -> the issue's bar, ms
 BARS = {
-    (8, 1, "decode"): 0.55,
-    (8, 4, "decode"): 1.0,
-    (8, 16, "decode"): 2.0,
-    (8, 64, "decode"): 3.0,
-    (48, 1, "decode"): 2.4,
-    (48, 4, "decode"): 4.8,
-    (48, 1, "eagle3 k=3"): 5.2,
+    ("8 layers", 1, "decode"): 0.55,
+    ("8 layers", 4, "decode"): 1.0,
+    ("8 layers", 16, "decode"): 2.0,
+    ("8 layers", 64, "decode"): 3.0,
+    ("48 layers", 1, "decode"): 2.4,
+    ("48 layers", 4, "decode"): 4.8,
+    ("48 layers", 1, "eagle3 k=3"): 5.2,
+    **{
+        (f"8 layers, 2 GPUs, {link}", batch, "decode"): bar
+        for link in TWO_GPUS
+        for batch, bar in ((1, 0.75), (4, 1.0), (16, 1.7))
+    },
 }
 
 
@@ -27,6 +37,7 @@ BARS = {
 class Line:
     """One size: ours, its bar, and the peers; milliseconds a step."""
 
+    name: str
     layers: int
     batch: int
     kind: str
@@ -61,28 +72,26 @@ def lines_of(rows: Iterable[Row]) -> list[Line]:
     """One line a bar of which a row of ours exists."""
     found = list(rows)
     lines = []
-    for (layers, batch, kind), bar in BARS.items():
+    for (name, batch, kind), bar in BARS.items():
         ours = [
-            r
-            for r in found
-            if r.get("row") == kind
-            and r.get("layers") == layers
-            and r.get("batch") == batch
-            and str(r.get("name")) == f"{layers} layers"
+            r for r in found if (r.get("row"), r.get("name"), r.get("batch")) == (kind, name, batch)
         ]
         if not ours:
             continue
+        layers = ours[-1]["layers"]
+        # the peers ran on one GPU
         peers = [
             r
             for r in found
             if r.get("row") == "peer"
-            and r.get("layers") == layers
+            and name == f"{r.get('layers')} layers"
             and r.get("tokens") == batch
             and kind == "decode"
         ]
-        peer_name = f"vLLM, {layers} layers" + ("" if kind == "decode" else ", k=3")
+        peer_name = f"vLLM, {name}" + ("" if kind == "decode" else ", k=3")
         lines.append(
             Line(
+                name=name,
                 layers=layers,
                 batch=batch,
                 kind=kind,
@@ -139,7 +148,7 @@ def table(lines: Sequence[Line]) -> str:
             )
         texts.append(
             (
-                f"{line.layers} layers, {line.batch}{kind}",
+                f"{line.name}, {line.batch}{kind}",
                 f"{line.wall:.3f} ({line.low:.3f}-{line.high:.3f}, {line.runs})",
                 f"{line.bar:.2f} {met}",
                 f"{line.busy:.3f}",
@@ -154,3 +163,14 @@ def table(lines: Sequence[Line]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(text, widths, strict=True)).rstrip()
         for text in texts
     )
+
+
+def main(paths: Sequence[str]) -> int:
+    """Print one table over the rows of several runs: ``python -m bench.engine_table FILE...``."""
+    rows = [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
+    print(table(lines_of(rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

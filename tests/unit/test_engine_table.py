@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from bench.engine_rows import BANDWIDTH, OFF, floors_ms
 from bench.engine_table import lines_of, table
 
 
@@ -55,6 +56,9 @@ def test_our_runs_before_and_after_the_peers_are_one_line_with_their_range() -> 
             "5.20 met",
             id="eagle",
         ),
+        pytest.param(
+            _ours(1.6, name="8 layers, 2 GPUs, one-shot", batch=16), "1.70 met", id="two-gpus"
+        ),
     ],
 )
 def test_a_bar_is_met_or_missed_and_absent_peers_are_empty(
@@ -67,3 +71,21 @@ def test_a_bar_is_met_or_missed_and_absent_peers_are_empty(
 
 def test_variants_of_ours_do_not_stand_for_the_default() -> None:
     assert lines_of([_ours(0.5, name="8 layers, PDL"), _ours(0.5, batch=5)]) == []
+
+
+def test_peers_on_one_gpu_do_not_stand_beside_two() -> None:
+    peer = {"row": "peer", "layers": 8, "tokens": 4, "captured_ms": 2.8, "eager_ms": 17.0}
+    lines = lines_of([_ours(0.9), _ours(0.8, name="8 layers, 2 GPUs, NVLink"), peer])
+    assert [(line.name, line.transformers_captured) for line in lines] == [
+        ("8 layers", 2.8),
+        ("8 layers, 2 GPUs, NVLink", None),
+    ]
+
+
+@pytest.mark.parametrize(("tp", "share"), [(1, 1.0), (2, 0.5)])
+def test_a_floor_is_one_gpus_share_of_the_bytes(tp: int, share: float) -> None:
+    whole, mine = floors_ms(8, 4, 29.0, OFF), floors_ms(8, 4, 29.0, OFF, tp)
+    assert mine["head"] == pytest.approx(whole["head"] * share)
+    assert mine["attention"] == pytest.approx(whole["attention"] * share)
+    router_ms = 8 * 128 * 2048 * 2 / BANDWIDTH * 1e3
+    assert mine["moe"] - router_ms == pytest.approx((whole["moe"] - router_ms) * share)

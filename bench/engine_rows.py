@@ -56,7 +56,7 @@ def floors_ms(
 
     The target's parts as the issue's table counts them; of the head's, the draft steps after the
     first (whose token the extend has chosen) and the extend. Ranks share all but the router and the
-    head, which is whole on rank 0.
+    EAGLE head, which rank 0 has alone.
     """
     hidden, experts, width, vocab, heads, kv, dim = 2048, 128, 768, 151_936, 32, 4, 128
     dense = (heads + 2 * kv) * dim * hidden + heads * dim * hidden

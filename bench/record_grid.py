@@ -1,7 +1,7 @@
 """Record every configuration of a study's space as a file that ``replay`` serves.
 
     python -m bench.record_grid --out DIR [--study studies/h200-grid.yaml] [--budget 180]
-        [--passes 3] [--engines 12] [--p2p-disable] [--warm-only]
+        [--passes 3] [--engines 12] [--without KNOB=VALUE] [--p2p-disable] [--warm-only]
 
 Engines for every group (graphs, NCCL) are started and stay, so that a repeat of any configuration
 costs no start. A pass takes every configuration at every level once, over all groups in one random
@@ -43,7 +43,8 @@ from autotune.workloads import study_workloads
 from model.spec import Knobs, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
-#: seconds that are too few for another repeat, failures after which a configuration is left out
+#: seconds that are too few for another repeat, failures after which a configuration is left out,
+#: and a whole engine that has given no number yet
 _LEAST_S, _MOST_FAILURES = 3.0, 2
 Cell = tuple[Knobs, int]
 
@@ -53,12 +54,17 @@ class _Host:
     num_gpus: int
 
 
-def all_knobs(study: Study) -> tuple[list[Knobs], Knobs]:
-    """Every knobs of the study's space on this host, its baseline first; and the baseline."""
+def all_knobs(study: Study, without: Sequence[str] = ()) -> tuple[list[Knobs], Knobs]:
+    """Every knobs of the study's space on this host, its baseline first; and the baseline.
+
+    ``without``: "knob=value" of those to leave out.
+    """
     space = build_space(study.space, _Host(max(visible_gpus(), 1)))
     baseline = baseline_knobs(space, study.space)
     pool = {baseline.id: baseline}
-    pool |= {knobs.id: knobs for knobs in (space.at(index) for index in range(space.size))}
+    for knobs in (space.at(index) for index in range(space.size)):
+        if not {f"{name}={value}" for name, value in knobs.values().items()} & set(without):
+            pool[knobs.id] = knobs
     return list(pool.values()), baseline
 
 
@@ -97,14 +103,22 @@ class Recorder:
     """
 
     def __init__(
-        self, study: Study, folder: Path, path: Path, deadline_s: float, engines: int = 1
+        self,
+        study: Study,
+        folder: Path,
+        path: Path,
+        deadline_s: float,
+        engines: int = 1,
+        without: Sequence[str] = (),
     ) -> None:
         self.path, self.deadline_s = path, deadline_s
         self.places = {str(ROOT): "", str(folder.resolve()): "logs", str(Path.home()): "~"}
-        self.knobs, self.baseline = all_knobs(study)
+        self.knobs, self.baseline = all_knobs(study, without)
         self.workloads: dict[int, Workload] = study_workloads(study)
         self.taken: Counter[Cell] = Counter()
         self.failed: Counter[str] = Counter()
+        self.numbers: Counter[EngineBackend] = Counter()
+        self.losses: Counter[EngineBackend] = Counter()
         self.order = 0
         self.spent = Spent()
         self.first = EngineBackend(context_of(study, folder, "first"))
@@ -212,21 +226,23 @@ class Recorder:
 
     def take(self, knobs: Knobs, level: int) -> None:
         """One repeat; what did not run is in the file as well."""
-        if self.failed[knobs.id] >= _MOST_FAILURES:
-            return
         backend = self.engine_of[knobs, level]
+        lost = self.losses[backend] >= _MOST_FAILURES and not self.numbers[backend]
+        if lost or self.failed[knobs.id] >= _MOST_FAILURES:
+            return
         workload = self.workloads[level]
         repeat = self.taken[knobs, level]
         began_s = time.time()
         # a run ends in whatever smaller batches exist: so that all repeats find the same ones. What
         # fails here fails in the repeat too
         with contextlib.suppress(BackendFailure):
-            for each in self.workloads.values():
+            for each in self.workloads.values() if repeat == 0 else ():
                 backend.warm(knobs, each)
         measured = backend.measure(knobs, workload, repeat)
         measured = measured.model_copy(update={"order": self.order})
         self.order += 1
         self.taken[knobs, level] += 1
+        (self.losses if measured.tokens_per_s is None else self.numbers)[backend] += 1
         if measured.failure is not None:
             self.failed[knobs.id] += 1
             print(f"{knobs.id} at {level}: {measured.failure.message[:200]}", flush=True)
@@ -289,6 +305,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--p2p-disable", action="store_true", help="NCCL through host memory")
     parser.add_argument("--engines", type=int, default=12, help="of the first group; others half")
+    parser.add_argument("--without", action="append", default=[], help="KNOB=VALUE to leave out")
     parser.add_argument("--warm-only", action="store_true", help="compile, record nothing")
     args = parser.parse_args(argv)
     start_s = time.monotonic()
@@ -301,7 +318,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{num_cells} cells warm after {time.monotonic() - start_s:.0f} s", flush=True)
         return 0
     path = args.out / f"{study.name}.jsonl"
-    recorder = Recorder(study, args.out / "logs", path, start_s + args.budget, args.engines)
+    deadline_s = start_s + args.budget
+    recorder = Recorder(study, args.out / "logs", path, deadline_s, args.engines, args.without)
     try:
         recorder.open()
         print(

@@ -34,7 +34,7 @@ from autotune.backends.engine_args import (
 from autotune.backends.engine_baselines import Baselines, Prompts
 from autotune.backends.engine_health import RecentHealth
 from autotune.backends.engine_measurement import measured
-from autotune.backends.engine_proof import Proof, allreduce_sizes, prove
+from autotune.backends.engine_proof import Proof, allreduce_sizes, nccl_carries, prove
 from autotune.backends.output_check import Checked, Reference
 from autotune.errors import UserError
 from autotune.health import snapshot, unhealthy
@@ -237,7 +237,7 @@ class EngineBackend:
         """Read back what the workers have; raise ``setting_not_effective`` on a difference."""
         base, logs = base_knobs(settings), None
         sizes: tuple[int, ...] = ()
-        if self._settings.device == "cuda" and base.tp > 1:
+        if nccl_carries(self._settings.device, base):
             from engine.resident import bucket
 
             element_bytes = 4 if self._settings.dtype == "float32" else 2

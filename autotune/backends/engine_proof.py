@@ -99,6 +99,11 @@ def _tree_sizes(space: Mapping[str, Sequence[Scalar]]) -> set[int]:
     return found
 
 
+def nccl_carries(device: str, base: Knobs) -> bool:
+    """Whether NCCL carries the all-reduces, so that its log must show what was asked of it."""
+    return device == "cuda" and base.tp > 1 and base.collectives_backend in ("auto", "nccl")
+
+
 def prove(
     engine: Started,
     base: Knobs,

@@ -9,7 +9,7 @@ from contract_harness import knobs, study_of
 
 from autotune.backends.base import BackendFailure
 from autotune.backends.engine_health import RecentHealth
-from autotune.backends.engine_proof import allreduce_sizes, prove
+from autotune.backends.engine_proof import allreduce_sizes, nccl_carries, prove
 from autotune.records import Health
 from engine.resident import bucket
 from engine.results import WorkerEnvironment
@@ -134,3 +134,20 @@ def test_health_is_read_again_only_when_the_last_reading_is_old() -> None:
     assert health.recent()[0].device == "reading 1"
     health._read_s -= 10
     assert health.recent()[0].device == "reading 2"
+
+
+@pytest.mark.parametrize(
+    ("device", "tp", "carrier", "expected"),
+    [
+        pytest.param("cuda", 2, "nccl", True, id="asked-for"),
+        pytest.param("cuda", 2, "auto", True, id="the-default"),
+        pytest.param("cuda", 1, "nccl", False, id="one-rank"),
+        pytest.param("cuda", 2, "one_shot", False, id="our-own-kernel"),
+        pytest.param("cuda", 2, "gloo", False, id="through-the-host"),
+        pytest.param("cpu", 2, "gloo", False, id="cpu-ranks"),
+    ],
+)
+def test_nccls_log_is_asked_only_where_nccl_carries_the_sums(
+    device: str, tp: int, carrier: str, expected: bool
+) -> None:
+    assert nccl_carries(device, knobs(tp, carrier)) == expected

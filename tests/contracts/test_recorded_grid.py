@@ -5,6 +5,8 @@ import io
 import sys
 import time
 from collections import Counter
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,19 +14,21 @@ import yaml
 from contract_harness import ROOT
 from rich.console import Console
 
+from autotune.backends.base import failed_measurement
 from autotune.backends.recording import portable, read_recording
 from autotune.errors import UserError
 from autotune.outcome import Outcome
 from autotune.plan import create_study, make_plan, stored_plan
 from autotune.progress import Progress
+from autotune.records import Failure, Measurement
 from autotune.stopping import StopFlag
 from autotune.store.store import Store
 from autotune.study import StudyRun
 from autotune.study_file import load_study
-from model.spec import Knobs
+from model.spec import Knobs, Workload
 
 sys.path.insert(0, str(ROOT))
-from bench.record_grid import Recorder, passes
+from bench.record_grid import Recorder, all_knobs, passes
 
 SPACE = {
     "speculation.method": ["off", "eagle3"],
@@ -147,6 +151,46 @@ def test_the_budget_ends_a_pass_and_what_was_taken_stays(
         monkey.undo()
     assert len(read_recording(path).repeats) == taken
     assert "pass 4: 3 repeats" in capsys.readouterr().out
+
+
+def test_knobs_of_a_value_are_left_out_but_never_the_baseline(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    study = load_study(study_file(tmp_path, checkpoint)).study
+    pool, baseline = all_knobs(study)
+    fewer, same = all_knobs(study, ["speculation.steps=2", "host.numa_bind=True"])
+    assert same == baseline == fewer[0]
+    kept = {each.id for each in pool if each.steps != 2 and not each.numa_bind}
+    assert {each.id for each in fewer} == kept
+    assert 0 < len(kept) < len(pool)
+
+
+def test_an_engine_that_gives_no_number_is_asked_no_more_and_the_others_are(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "grid.jsonl"
+    study = load_study(study_file(tmp_path, checkpoint)).study
+    recorder = Recorder(study, tmp_path / "logs", path, time.monotonic() + 250)
+    broken = next(b for b, _ in recorder.backends if b is not recorder.first)
+    asked: list[str] = []
+
+    def measure(backend: object, knobs: Knobs, workload: Workload, repeat: int) -> Measurement:
+        asked.append("broken" if backend is broken else "whole")
+        now = datetime.now(UTC)
+        failure = Failure(kind="hang", stage="measure", message="rank 1 is silent")
+        lost = failed_measurement(knobs, workload, repeat, failure, started=now, ended=now)
+        whole = lost.model_copy(update={"failure": None, "tokens_per_s": 1.0})
+        return lost if backend is broken else whole
+
+    for backend, _ in recorder.backends:
+        backend.measure = partial(measure, backend)  # type: ignore[method-assign]
+        backend.warm = lambda knobs, workload: None  # type: ignore[method-assign]
+    recorder.run(2)
+    assert asked.count("broken") == 2
+    whole = sum(mine is recorder.first for mine in recorder.engine_of.values())
+    assert asked.count("whole") == 2 * whole
+    assert len(read_recording(path).repeats) == 2 * whole + 2
+    assert "rank 1 is silent" in capsys.readouterr().out
 
 
 PLACES = {"/work/here": "", "/work/here/out/logs": "logs", "/root": "~"}

@@ -61,7 +61,7 @@ class Baselines:
         again = plain(few, workload.concurrency, True)
         noise = self_noise(reference, (again, _other_batch(few, workload, plain)))
         if noise is not None:
-            places = probe_places(reference)
+            places = probe_places(reference, max(map(len, prompts)))
             noise = with_forced(noise, reference, places, _forced(prompts, places, plain))
         self._noise[workload] = noise
         self._references[workload] = reference

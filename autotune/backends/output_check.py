@@ -24,8 +24,9 @@ EPSILON_FLOOR = 2.0**-4
 #: places of one check at which plain decoding is forced, and those of a prompt past its divergence
 MOST_FORCED, LATER_PLACES = 24, 2
 #: places at which the baseline's own text is forced, once a workload: a change of an expert is rare
-#: and moves a margin far, so that few places would miss it
-NOISE_PLACES = 64
+#: and moves a margin far, so that few places would miss it. Where prompts are long, fewer: so many
+#: tokens in all
+NOISE_PLACES, NOISE_TOKENS = 64, 65_536
 #: chance that a faithful configuration exceeds its bound of near-ties
 FALSE_ALARM = 1e-3
 
@@ -122,14 +123,15 @@ def self_noise(reference: Reference, again: Sequence[Reference]) -> SelfNoise | 
     return SelfNoise(epsilon, divergences, max(tokens, 1))
 
 
-def probe_places(reference: Reference) -> list[Place]:
-    """Places to force for noise: about ``NOISE_PLACES`` in all, spread evenly over the prompts."""
-    chosen = reference.tokens[:NOISE_PLACES]
+def probe_places(reference: Reference, prompt_len: int = 1) -> list[Place]:
+    """Places to force for noise, spread evenly over the prompts (of ``prompt_len`` tokens)."""
+    wanted = min(NOISE_PLACES, max(NOISE_TOKENS // prompt_len, MOST_FORCED))
+    chosen = reference.tokens[:wanted]
     found: list[Place] = []
     for index, tokens in enumerate(chosen):
         # the first token is a prompt's own in any case
         later = len(tokens) - 1
-        each = min(max(NOISE_PLACES // len(chosen), 1), later)
+        each = min(max(wanted // len(chosen), 1), later)
         found += [(index, tokens[: 1 + later * number // each]) for number in range(each)]
     return found
 

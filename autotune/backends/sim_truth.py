@@ -74,6 +74,7 @@ class Truth:
         self._weights = draws.normal(size=8) / math.sqrt(8.0)
         self.acceptance = _hidden_acceptance(draws)
         self._cycles: dict[tuple[Knobs, Workload], TrueCycle] = {}
+        self._memory_gib: dict[tuple[Knobs, Workload], float] = {}
 
     def cycle(self, knobs: Knobs, workload: Workload) -> TrueCycle:
         """The mean cycle while ``workload.concurrency`` requests run."""
@@ -84,9 +85,11 @@ class Truth:
 
     def memory_problem(self, knobs: Knobs, workload: Workload) -> str | None:
         """Why these knobs run out of memory on the simulated host, or None."""
-        prediction = self._model.predict(knobs, workload)
+        key = (knobs, workload)
+        if key not in self._memory_gib:
+            self._memory_gib[key] = self._model.predict(knobs, workload).memory_gib_per_gpu
         there = self._model.step.device(knobs.tp).memory_bytes / 2**30
-        needed = prediction.memory_gib_per_gpu + self._args.hidden_memory_gib
+        needed = self._memory_gib[key] + self._args.hidden_memory_gib
         if needed <= there:
             return None
         return f"simulated out of memory: {needed:.1f} GiB per rank needed, {there:.1f} GiB there"

@@ -188,6 +188,8 @@ def test_noise_is_widened_by_the_baselines_own_text_run_as_a_prompt() -> None:
     assert places == [(i, BASE.tokens[i][:n]) for i in range(2) for n in (1, 2, 3)]
     many = Reference(tuple((1,) * 9 for _ in range(200)), None)
     assert {i for i, _ in probe_places(many)} == set(range(NOISE_PLACES))
+    assert len(probe_places(many, 2048)) == 32
+    assert len(probe_places(many, 100_000)) == MOST_FORCED
     same = [Forced(BASE.tokens[i][len(t)], 0, BASE.margins[i][len(t)]) for i, t in places]  # type: ignore[index]
     quiet = with_forced(NOISE, BASE, places, same)
     assert (quiet.epsilon, quiet.num_divergences, quiet.num_tokens) == (0.05, 1, 106)

@@ -49,53 +49,33 @@ class Variant:
     sizes: tuple[str, ...] = ("1x1", "1x4", "16x1", "64x1")
 
 
-def _text(config: tuning.Config) -> str:
-    return "/".join(str(value) for value in config.values())
-
-
-def _down(block_o: int, block_i: int, stages: int, num_warps: int) -> tuning.Config:
-    return {"scheme": moe_down.GROUPED, "block_t": 16, "block_o": block_o, "block_i": block_i,
-            "stages": stages, "swap": 1, "num_warps": num_warps}  # fmt: skip
-
-
-def _gate_up(block_i: int, block_h: int, stages: int, num_warps: int) -> tuning.Config:
-    return {"vector": 0, "block_t": 16, "block_i": block_i, "block_h": block_h, "stages": stages,
-            "swap": 1, "norm_first": 1, "num_warps": num_warps}  # fmt: skip
-
-
-def _split(split: int, block_h: int, stages: int, num_warps: int) -> tuning.Config:
-    return {"rows": 0, "split": split, "block_h": block_h, "stages": stages,
-            "num_warps": num_warps}  # fmt: skip
+def _stream(rows: int) -> tuning.Config:
+    """The down projection of 8 experts with tiles of ``rows`` rows, streamed."""
+    return {"scheme": moe_down.STREAM, "block_o": rows // 8, "block_i": 1024,
+            "each": {8: 3, 16: 2}[rows], "num_warps": 4}  # fmt: skip
 
 
 ONE, FOUR, SIXTEEN, MANY = "1x1", "1x4", "16x1", "64x1"
 EARLY = frozenset({"linear_add", "norm_route", "linear_route", "other"})
+EXPERTS = frozenset({"moe_gate_up", "moe_down"})
 VARIANTS = {
     "plain": Variant(),
-    "early": Variant(pdl=EARLY, sizes=(ONE, FOUR, SIXTEEN)),
+    "early": Variant(pdl=EARLY, sizes=(ONE,)),
     "joined": Variant(fused=True, sizes=(FOUR, SIXTEEN)),
-    "joined early": Variant(fused=True, pdl=EARLY, sizes=(FOUR, SIXTEEN)),
 }
-for _each, _num_warps in ((1, 1), (1, 2), (2, 2), (2, 4)):
-    VARIANTS[f"rows {_each}/{_num_warps}"] = Variant(
-        force={"norm_route": {"rows": _each, "num_warps": _num_warps}}, sizes=(ONE, FOUR)
+for _rows in (8, 16):
+    _force = {"moe_down": _stream(_rows)}
+    VARIANTS[f"stream {_rows}, early"] = Variant(force=_force, pdl=EARLY, sizes=(ONE,))
+    VARIANTS[f"stream {_rows}, early too"] = Variant(
+        force=_force, pdl=EARLY | EXPERTS, sizes=(ONE,)
     )
-for _config in (_split(32, 64, 2, 4), _split(16, 128, 2, 4), _split(16, 64, 2, 4)):
-    VARIANTS[f"split {_text(_config)}"] = Variant(
-        force={"norm_route": _config}, pdl=EARLY, sizes=(SIXTEEN,)
-    )
-    VARIANTS[f"split {_text(_config)} late"] = Variant(
-        force={"norm_route": _config}, sizes=(SIXTEEN, MANY)
-    )
-for _config in (_down(64, 64, 5, 4), _down(64, 64, 8, 4), _down(128, 64, 3, 4)):
-    VARIANTS[f"down {_text(_config)}"] = Variant(force={"moe_down": _config}, sizes=(MANY,))
-for _config in (_gate_up(64, 64, 3, 4), _gate_up(64, 64, 4, 4), _gate_up(64, 128, 2, 4)):
-    VARIANTS[f"gate_up {_text(_config)}"] = Variant(
-        force={"moe_gate_up": _config}, sizes=(SIXTEEN, MANY)
+    VARIANTS[f"stream {_rows}, joined"] = Variant(force=_force, fused=True, sizes=(FOUR,))
+    VARIANTS[f"stream {_rows}, joined, early"] = Variant(
+        force=_force, fused=True, pdl=EXPERTS, sizes=(FOUR,)
     )
 
 #: variants whose kernels are listed one by one
-PROFILED = ("plain", "early", "joined")
+PROFILED = ("plain", "early", "joined", "stream 8, early too", "stream 8, joined, early")
 
 
 def _note(out: Path, row: dict[str, object]) -> None:

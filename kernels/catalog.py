@@ -5,7 +5,7 @@ size, E experts, K experts per token, I intermediate size, V vocabulary, C cache
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,11 +42,35 @@ MIXTRAL_8X7B_TP8 = Dims(
     name="mixtral-8x7b/8", hidden=4096, heads=4, kv_heads=1, head_size=128, experts=8, top_k=2,
     inter=1792, vocab=4000, qk_norm=False,
 )  # fmt: skip
+#: what its experts and router see; its attention (latent) is of another kind
+KIMI_K2 = Dims(
+    name="kimi-k2", hidden=7168, heads=64, kv_heads=64, head_size=128, experts=384, top_k=8,
+    inter=2048, vocab=163840, qk_norm=False,
+)  # fmt: skip
 #: small and odd: nothing is a power of two or a multiple of 16
 ODD = Dims(
     name="odd", hidden=200, heads=6, kv_heads=2, head_size=24, experts=12, top_k=3, inter=40,
     vocab=333,
 )  # fmt: skip
+
+
+def shard(dims: Dims, ways: int) -> Dims:
+    """One rank's sizes with tensor parallelism; ``ValueError`` where they do not divide.
+
+    Fewer key heads than ranks: each rank has one, as copies.
+    """
+    parted = (dims.heads, dims.inter, dims.vocab)
+    if ways < 1 or any(size % ways for size in parted):
+        raise ValueError(
+            f"{dims.name} cannot be split {ways} ways: {dims.heads} heads, {dims.inter} "
+            f"intermediate columns and {dims.vocab} words must divide"
+        )
+    if ways == 1:
+        return dims
+    return replace(
+        dims, name=f"{dims.name}/{ways}", heads=dims.heads // ways,
+        kv_heads=max(1, dims.kv_heads // ways), inter=dims.inter // ways, vocab=dims.vocab // ways,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,13 +156,17 @@ def _run(
         "moe_gate_up",
         device,
         shape,
-        lambda: moe_gate_up.default_config(num_tokens, num_pairs, size, hidden),
+        lambda: moe_gate_up.default_config(
+            num_tokens, num_pairs, size, hidden, inter=inter, num_experts=num_experts
+        ),
     )
     second = config_for(
         "moe_down",
         device,
         shape,
-        lambda: moe_down.default_config(num_tokens, num_pairs, inter, size),
+        lambda: moe_down.default_config(
+            num_tokens, num_pairs, inter, size, hidden=hidden, num_experts=num_experts
+        ),
     )
     squares_NT = None
     if normed is not None:

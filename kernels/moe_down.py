@@ -7,19 +7,29 @@ order of summation); for many, an expert's program writes weighted pairs and a s
 
 import torch
 
-from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, require
+from kernels.launch import (
+    arrival_counters,
+    cdiv,
+    launch,
+    num_multiprocessors,
+    pdl_for,
+    pow2,
+    require,
+)
 from kernels.moe_down_kernels import (
     combine_kernel,
     down_grouped_kernel,
     down_shared_kernel,
     down_stationary_kernel,
+    down_stream_kernel,
     down_vector_kernel,
 )
 from kernels.moe_rows import MAX_PAIRS_UNSORTED, Slots
+from kernels.moe_tiles import depth, mostly_apart, row_warps, rows_of_expert
 from kernels.tuning import Config
 
 #: configuration values of "scheme"
-VECTOR, STATIONARY, GROUPED, SHARED = 0, 1, 2, 3
+VECTOR, STATIONARY, GROUPED, SHARED, STREAM = 0, 1, 2, 3, 4
 #: pairs up to which the vector kernels may be the faster ones
 MAX_PAIRS_SHARED = 128
 #: most tokens of the stationary scheme: its rows are the tokens
@@ -31,59 +41,83 @@ def default_config(
     num_pairs: int,
     inter: int,
     element_bytes: int,
+    *,
+    hidden: int = 2048,
+    num_experts: int = 128,
 ) -> Config:
     """A good choice without tuning."""
-    if num_tokens == 1:
-        block_i = min(pow2(inter, 16), 2048 // element_bytes)
-        return {"scheme": VECTOR, "block_o": 4, "block_i": block_i, "unroll": 4, "num_warps": 4}
-    if num_pairs <= 64 and inter * element_bytes <= 4096:
-        return {"scheme": VECTOR, "block_o": 4, "block_i": min(pow2(inter, 16), 1024),
-                "unroll": 4, "num_warps": 4}  # fmt: skip
+    top_k = num_pairs // num_tokens
+    if num_tokens == 1 or mostly_apart(num_tokens, num_pairs, num_experts):
+        return _vector(inter, top_k, element_bytes)
+    if num_tokens <= MAX_STATIONARY_TOKENS:
+        blocks = cdiv(hidden, 64)
+        # two programs a multiprocessor, each with experts enough to keep its loads going
+        split = 8
+        while split > 1 and (split * blocks > 320 or 2 * split > num_experts):
+            split //= 2
+        return {"scheme": STATIONARY, "block_o": 64,
+                "block_i": depth(inter, 256 // element_bytes), "split": split, "stages": 4,
+                "num_warps": 4}  # fmt: skip
     if num_pairs > MAX_PAIRS_UNSORTED:
         return {"scheme": GROUPED, "block_t": 64, "block_o": 64, "block_i": 128 // element_bytes,
                 "stages": 3, "num_warps": 4}  # fmt: skip
-    return {"scheme": GROUPED, "block_t": 16, "block_o": 64, "block_i": 256 // element_bytes,
-            "stages": 3, "num_warps": 4}  # fmt: skip
+    return {"scheme": GROUPED, "block_t": rows_of_expert(num_tokens, num_pairs, num_experts),
+            "block_o": 64, "block_i": depth(inter, 128 // element_bytes), "stages": 5, "swap": 1,
+            "num_warps": 4}  # fmt: skip
+
+
+def _vector(inter: int, top_k: int, element_bytes: int) -> Config:
+    block_i = min(pow2(inter, 16), 2048 // element_bytes)
+    unroll = min(4, pow2(top_k))
+    return {"scheme": VECTOR, "block_o": min(8, 16 // unroll), "block_i": block_i,
+            "unroll": unroll, "num_warps": row_warps(block_i, element_bytes)}  # fmt: skip
 
 
 def candidates(num_tokens: int, num_pairs: int, inter: int) -> list[Config]:
-    """What tuning tries for this number of tokens."""
+    """What tuning tries for this number of tokens (16-bit weights)."""
     found: list[Config] = []
     whole = pow2(inter, 16)
+    num_warps = row_warps(whole, 2)
+    experts = pow2(num_pairs // num_tokens)
     if num_pairs <= MAX_PAIRS_SHARED:
-        for block_o, block_i, unroll, num_warps in (
-            (2, whole, 8, 4), (2, whole, 4, 4), (4, whole, 2, 4), (4, whole, 4, 4),
-            (4, 256, 8, 2), (4, 256, 4, 1), (8, 256, 4, 2), (2, 256, 8, 1), (8, whole, 2, 4),
-        ):  # fmt: skip
-            if block_i <= whole:
+        block_i = min(whole, 1024)
+        for block_o, unroll in ((4, 4), (4, 2), (2, 4), (8, 2), (2, 8)):
+            if unroll <= experts:
                 found.append({"scheme": VECTOR, "block_o": block_o, "block_i": block_i,
-                              "unroll": unroll, "num_warps": num_warps})  # fmt: skip
+                              "unroll": unroll, "num_warps": min(4, num_warps)})  # fmt: skip
+        # two tiles and the first half's rows in registers: as many programs as those allow
+        for rows, each in ((8, 12), (16, 8)):
+            if whole <= 2048 and experts <= rows:
+                found.append({"scheme": STREAM, "block_o": rows // experts,
+                              "block_i": whole, "each": max(1, each // num_warps),
+                              "num_warps": num_warps})  # fmt: skip
     if num_tokens == 1:
         return found
-    if num_pairs <= MAX_PAIRS_SHARED:
-        for block_o, num_warps in ((4, 1), (8, 2), (8, 1), (16, 4), (16, 2), (32, 4)):
+    if num_pairs <= MAX_PAIRS_SHARED and whole <= 2048:
+        for block_o, warps in ((4, 1), (8, 2)):
             found.append({"scheme": SHARED, "block_o": block_o, "block_i": whole,
-                          "num_warps": num_warps})  # fmt: skip
+                          "num_warps": warps})  # fmt: skip
     if num_tokens <= MAX_STATIONARY_TOKENS:
-        for block_o, block_i, split, stages, num_warps in (
-            (16, 256, 4, 4, 2), (32, 256, 4, 3, 4), (64, 128, 8, 4, 4),
+        for block_o, block_i, split, stages, warps in (
+            (16, 256, 4, 4, 2), (32, 256, 4, 3, 4), (64, 128, 8, 4, 4), (64, 64, 8, 6, 4),
         ):  # fmt: skip
-            found.append({"scheme": STATIONARY, "block_o": block_o, "block_i": block_i,
-                          "split": split, "stages": stages, "num_warps": num_warps})  # fmt: skip
+            found.append({"scheme": STATIONARY, "block_o": block_o,
+                          "block_i": min(whole, block_i), "split": split, "stages": stages,
+                          "num_warps": warps})  # fmt: skip
     if num_pairs > MAX_PAIRS_UNSORTED:
         tiles = ((64, 64, 64, 3, 4, 0), (64, 128, 64, 3, 8, 0), (32, 64, 64, 4, 4, 0),
                  (64, 64, 64, 4, 8, 0), (64, 64, 64, 4, 4, 1), (64, 128, 64, 3, 4, 1))  # fmt: skip
     else:
         tiles = (
-            (16, 32, 256, 4, 4, 0), (16, 64, 256, 3, 4, 0), (16, 32, 256, 4, 2, 0),
-            (16, 16, 256, 4, 2, 0), (16, 64, 128, 4, 4, 1), (16, 64, 256, 3, 4, 1),
-            (16, 64, 256, 4, 4, 1), (16, 128, 128, 4, 4, 1), (16, 128, 128, 4, 8, 1),
-            (16, 64, 128, 5, 4, 1), (16, 128, 64, 5, 4, 1),
+            (16, 64, 64, 5, 4, 1), (16, 64, 64, 6, 4, 1), (16, 64, 128, 4, 4, 1),
+            (16, 128, 64, 5, 4, 1), (16, 128, 128, 4, 4, 1), (16, 64, 32, 8, 4, 1),
+            (16, 64, 256, 3, 4, 0), (16, 32, 128, 5, 4, 0),
         )  # fmt: skip
-    for block_t, block_o, block_i, stages, num_warps, swap in tiles:
-        found.append({"scheme": GROUPED, "block_t": block_t, "block_o": block_o,
-                      "block_i": block_i, "stages": stages, "swap": swap,
-                      "num_warps": num_warps})  # fmt: skip
+    for block_t, block_o, block_i, stages, warps, swap in tiles:
+        if block_i <= whole:
+            found.append({"scheme": GROUPED, "block_t": block_t, "block_o": block_o,
+                          "block_i": block_i, "stages": stages, "swap": swap,
+                          "num_warps": warps})  # fmt: skip
     return found
 
 
@@ -115,6 +149,21 @@ def run_down(
             K=top_k, HAS_RESIDUAL=has_residual,
             BLOCK_O=config["block_o"], BLOCK_I=config["block_i"], UNROLL=config["unroll"],
             **common,
+        )  # fmt: skip
+        return
+    if config["scheme"] == STREAM:
+        require(
+            config["block_i"] >= inter,
+            f"moe_down: streaming takes whole rows, {config['block_i']} of {inter} given",
+        )
+        room = max(1, num_multiprocessors(device) * config["each"] // num_tokens)
+        # as many programs as the GPU holds at once, and the same number of blocks for each
+        programs = cdiv(blocks, cdiv(blocks, room))
+        launch(
+            down_stream_kernel, (num_tokens, programs), hidden_PI, down_EHI, weight_TK,
+            expert_TK, residual, out_TH, hidden, blocks, *strides, INTER=inter, K=top_k,
+            HAS_RESIDUAL=has_residual, BLOCK_K=pow2(top_k), BLOCK_O=config["block_o"],
+            BLOCK_I=config["block_i"], **common,
         )  # fmt: skip
         return
     block = min(1024, pow2(hidden))

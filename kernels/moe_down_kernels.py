@@ -6,7 +6,7 @@ T tokens, H hidden, K experts per token, P = T * K pairs, I intermediate.
 import triton
 import triton.language as tl
 
-from kernels.device import dot, last_to_arrive, prefetch_l2, wait_for_predecessor
+from kernels.device import dot, last_to_arrive, wait_for_predecessor
 from kernels.moe_rows import expert_of_slot, num_rows_of_slot, pairs_of_slot
 
 
@@ -25,15 +25,6 @@ def down_vector_kernel(
     k = tl.arange(0, UNROLL)
     in_o = o < H
     rows = down + o.to(tl.int64)[None, :, None] * row_stride + i[None, None, :]
-    if PDL:
-        # the router's choice is two kernels old: the rows can be asked for before the first half
-        # of the MLP has ended
-        LINE: tl.constexpr = 128 // (down.dtype.element_ty.primitive_bitwidth // 8)
-        line = tl.arange(0, BLOCK_I // LINE if BLOCK_I >= LINE else 1) * LINE
-        own = down + tl.minimum(o, H - 1).to(tl.int64)[:, None] * row_stride
-        for n in tl.static_range(K):
-            expert = tl.load(experts + t * K + n).to(tl.int64)
-            prefetch_l2(own + expert * expert_stride + tl.minimum(line, INTER - 1)[None, :], PDL)
     wait_for_predecessor(PDL)
     acc = tl.zeros([BLOCK_O, BLOCK_I], dtype=tl.float32)
     # several experts' rows in one load: that is what keeps enough bytes in flight
@@ -60,6 +51,61 @@ def down_vector_kernel(
     if HAS_RESIDUAL:
         y += tl.load(residual + t * H + o, mask=in_o, other=0.0).to(tl.float32)
     tl.store(out + t * H + o, y.to(out.dtype.element_ty), mask=in_o)
+
+
+@triton.jit
+def down_stream_kernel(
+    hidden, down, weights, experts, residual, out,
+    H, num_blocks, expert_stride, row_stride,
+    INTER: tl.constexpr, K: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # a token's rows of the first half stay in registers while its experts' columns stream by, the
+    # next ones asked for before the present ones are used
+    t = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1)
+    step = tl.num_programs(1)
+    k = tl.arange(0, BLOCK_K)
+    o = tl.arange(0, BLOCK_O)
+    i = tl.arange(0, BLOCK_I)
+    in_k, in_i = k < K, i < INTER
+    # the router's choice is two kernels old: the first rows come while the first half ends
+    e = tl.load(experts + t * K + k, mask=in_k, other=0).to(tl.int64)
+    rows = (
+        down
+        + e[:, None, None] * expert_stride
+        + o.to(tl.int64)[None, :, None] * row_stride
+        + i[None, None, :]
+    )
+    inside = in_k[:, None, None] & in_i[None, None, :]
+    tile = tl.load(
+        rows + first.to(tl.int64) * (BLOCK_O * row_stride),
+        mask=inside & (first * BLOCK_O + o < H)[None, :, None],
+        other=0.0,
+        eviction_policy="evict_first",
+    )
+    w = tl.load(weights + t * K + k, mask=in_k, other=0.0).to(tl.float32)
+    wait_for_predecessor(PDL)
+    v = tl.load(
+        hidden + (t * K + k)[:, None] * INTER + i[None, :],
+        mask=in_k[:, None] & in_i[None, :],
+        other=0.0,
+    )
+    v = v.to(tl.float32) * w[:, None]
+    for block in range(first, num_blocks, step):
+        following = block + step
+        ahead = tl.load(
+            rows + following.to(tl.int64) * (BLOCK_O * row_stride),
+            mask=inside & (following * BLOCK_O + o < H)[None, :, None],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        y = tl.sum(tl.sum(tile.to(tl.float32) * v[:, None, :], axis=0), axis=1)
+        at = block * BLOCK_O + o
+        if HAS_RESIDUAL:
+            y += tl.load(residual + t * H + at, mask=at < H, other=0.0).to(tl.float32)
+        tl.store(out + t * H + at, y.to(out.dtype.element_ty), mask=at < H)
+        tile = ahead
 
 
 @triton.jit

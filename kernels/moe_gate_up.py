@@ -17,6 +17,7 @@ from kernels.moe_rows import (
     num_rows_of_slot,
     pairs_of_slot,
 )
+from kernels.moe_tiles import mostly_apart, row_warps, rows_of_expert
 from kernels.norm import rms_norm, row_scale
 from kernels.tuning import Config
 
@@ -24,6 +25,8 @@ from kernels.tuning import Config
 MAX_PAIRS_SHARED = 128
 #: configuration values of "vector": tiles of tokens, a pair a program, an expert's pairs a program
 MATRIX, PAIR, SHARED = 0, 1, 2
+#: programs of a pair's block of columns below which smaller blocks spread the work better
+_MIN_PROGRAMS = 1024
 
 
 @triton.jit
@@ -239,52 +242,60 @@ def _list_active(
     tl.store(num_active, tl.sum(used, axis=0))
 
 
-def default_config(num_tokens: int, num_pairs: int, element_bytes: int, hidden: int = 0) -> Config:
+def default_config(
+    num_tokens: int,
+    num_pairs: int,
+    element_bytes: int,
+    hidden: int = 2048,
+    *,
+    inter: int = 768,
+    num_experts: int = 128,
+) -> Config:
     """A good choice without tuning."""
-    if num_tokens == 1:
-        return {"vector": 1, "block_i": 4, "block_h": 4096 // element_bytes, "num_warps": 4}
-    if num_pairs <= 32 and 0 < hidden * element_bytes <= 8192:
-        return {"vector": 2, "block_i": 4, "block_h": pow2(hidden), "num_warps": 4}
+    if num_tokens == 1 or mostly_apart(num_tokens, num_pairs, num_experts):
+        block_h = min(pow2(hidden, 16), 4096 // element_bytes)
+        block_i = 4
+        while block_i > 1 and num_pairs * cdiv(inter, block_i) < _MIN_PROGRAMS:
+            block_i //= 2
+        return {"vector": PAIR, "block_i": block_i, "block_h": block_h, "norm_first": 0,
+                "num_warps": row_warps(block_h, element_bytes, 4)}  # fmt: skip
     if num_pairs > MAX_PAIRS_UNSORTED:
-        return {"vector": 0, "block_t": 64, "block_i": 64, "block_h": 128 // element_bytes,
+        return {"vector": MATRIX, "block_t": 64, "block_i": 64, "block_h": 128 // element_bytes,
                 "norm_first": 1, "stages": 3, "num_warps": 4}  # fmt: skip
-    return {"vector": 0, "block_t": 16, "block_i": 32, "block_h": 256 // element_bytes,
-            "norm_first": 1, "stages": 4, "num_warps": 4}  # fmt: skip
+    block_t = rows_of_expert(num_tokens, num_pairs, num_experts)
+    stages = {16: 5, 32: 4, 64: 3}[block_t]
+    return {"vector": MATRIX, "block_t": block_t, "block_i": 32, "block_h": 256 // element_bytes,
+            "norm_first": 1, "stages": stages, "num_warps": 4}  # fmt: skip
 
 
 def candidates(num_tokens: int, num_pairs: int, hidden: int) -> list[Config]:
-    """What tuning tries for this number of tokens."""
+    """What tuning tries for this number of tokens (16-bit weights)."""
     found: list[Config] = []
-    if num_tokens == 1:
-        for block_i, block_h, num_warps in (
-            (2, 2048, 4), (4, 2048, 4), (4, 2048, 8), (8, 1024, 4), (8, 2048, 8),
-            (2, 2048, 2), (4, 1024, 4), (1, 2048, 1), (2, 1024, 2), (4, 512, 1),
+    if num_pairs <= MAX_PAIRS_SHARED:
+        for block_i, block_h, num_warps, norm_first in (
+            (4, 2048, 4, 0), (2, 2048, 4, 0), (2, 2048, 2, 0), (1, 2048, 2, 0), (1, 2048, 1, 0),
+            (8, 1024, 4, 0), (4, 2048, 8, 0), (4, 2048, 4, 1),
         ):  # fmt: skip
-            if block_h <= pow2(hidden):
-                found.append(
-                    {"vector": 1, "block_i": block_i, "block_h": block_h, "num_warps": num_warps}
-                )
+            if block_h <= pow2(hidden) and (num_tokens > 1 or not norm_first):
+                found.append({"vector": PAIR, "block_i": block_i, "block_h": block_h,
+                              "norm_first": norm_first, "num_warps": num_warps})  # fmt: skip
+    if num_tokens == 1:
         return found
     if num_pairs <= MAX_PAIRS_SHARED:
-        for vector, block_i, num_warps, norm_first in (
-            (2, 2, 4, 0), (2, 4, 4, 0), (2, 4, 4, 1), (2, 2, 2, 1), (2, 2, 2, 0), (2, 1, 1, 1),
-            (2, 8, 8, 1), (2, 8, 4, 1), (1, 4, 4, 0), (1, 4, 4, 1), (1, 2, 2, 1),
-        ):  # fmt: skip
-            found.append({"vector": vector, "block_i": block_i, "block_h": pow2(hidden),
-                          "norm_first": norm_first, "num_warps": num_warps})  # fmt: skip
+        for block_i, num_warps in ((4, 4), (1, 1)):
+            found.append({"vector": SHARED, "block_i": block_i, "block_h": pow2(hidden),
+                          "norm_first": 1, "num_warps": num_warps})  # fmt: skip
     if num_pairs > MAX_PAIRS_UNSORTED:
         tiles = ((64, 64, 64, 3, 4, 0), (64, 64, 64, 4, 8, 0), (32, 64, 64, 4, 4, 0),
                  (64, 128, 64, 3, 8, 0), (64, 64, 64, 4, 4, 1), (64, 128, 64, 3, 4, 1))  # fmt: skip
     else:
         tiles = (
-            (16, 16, 256, 4, 2, 0), (16, 32, 128, 4, 4, 0), (16, 32, 128, 5, 4, 0),
-            (16, 32, 256, 3, 4, 0), (16, 16, 512, 3, 4, 0), (16, 32, 128, 4, 2, 1),
-            (16, 32, 256, 3, 4, 1), (16, 64, 128, 3, 4, 1), (16, 64, 128, 4, 4, 1),
-            (16, 64, 64, 5, 4, 1), (16, 64, 256, 2, 4, 1), (16, 128, 64, 4, 4, 1),
-            (16, 128, 64, 5, 4, 1), (16, 128, 64, 4, 8, 1),
+            (16, 64, 64, 5, 4, 1), (16, 64, 128, 3, 4, 1), (16, 32, 128, 5, 4, 0),
+            (16, 32, 128, 4, 4, 0), (16, 32, 256, 3, 4, 0), (16, 128, 64, 5, 4, 1),
+            (16, 32, 128, 4, 2, 1), (16, 16, 256, 4, 2, 0),
         )  # fmt: skip
     for block_t, block_i, block_h, stages, num_warps, swap in tiles:
-        found.append({"vector": 0, "block_t": block_t, "block_i": block_i, "block_h": block_h,
+        found.append({"vector": MATRIX, "block_t": block_t, "block_i": block_i, "block_h": block_h,
                       "stages": stages, "swap": swap, "norm_first": 1,
                       "num_warps": num_warps})  # fmt: skip
     return found

@@ -105,10 +105,10 @@ def route(
 def default_config(num_tokens: int, hidden: int, num_experts: int, element_bytes: int) -> Config:
     """A good choice without tuning."""
     if num_tokens <= MAX_ROWS_TOKENS and pow2(hidden) * element_bytes <= 16384:
-        return {"rows": 2, "num_warps": 4}
-    block_h = max(32, min(128, 32768 // (pow2(num_experts, 16) * element_bytes)))
+        return {"rows": 1 if num_experts <= 256 else 2, "num_warps": 4}
+    block_h = max(16, min(64, 32768 // (pow2(num_experts, 16) * element_bytes)))
     split = 1
-    while split < (16 if num_tokens <= 4 else 8) and 2 * split * block_h <= hidden:
+    while split < 32 and 2 * split * block_h <= hidden:
         split *= 2
     return {"rows": 0, "split": split, "block_h": block_h, "stages": 2, "num_warps": 4}
 
@@ -176,7 +176,7 @@ def norm_route(
             x_TH, norm_weight_H, weight_EH, bias, weight_TK, expert_TK, logits,
             arrival_counters(device, 2), x_TH.stride(0), weight_EH.stride(0),
             eps, scale,
-            T=num_tokens, ROWS=config["rows"], BLOCK_H=pow2(hidden),
+            T=num_tokens, ROWS=config["rows"], BLOCK_T=pow2(num_tokens), BLOCK_H=pow2(hidden),
             LAST=waiting_programs(device, min(num_tokens, cdiv(num_experts, config["rows"]))),
             **flags,
         )  # fmt: skip

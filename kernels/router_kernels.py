@@ -28,9 +28,10 @@ def choose(
     if HAS_BIAS:
         choice = score + tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
     choice = tl.where(is_expert, choice, float("-inf"))
-    k = tl.arange(0, BLOCK_K)
-    chosen = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.int32)
-    weight = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.float32)
+    # the first K of these are the choice: of the same shape as the scores, so that nothing has to
+    # change its place among the threads from one choice to the next
+    chosen = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.int32)
+    weight = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.float32)
     # as integers of the same order: a warp finds the largest of those in one instruction
     key = choice.to(tl.int32, bitcast=True)
     key = key ^ ((key >> 31) & 0x7FFFFFFF)
@@ -45,12 +46,12 @@ def choose(
             # scores are not negative, so the integer is the number's own bits
             value = best.to(tl.float32, bitcast=True)
         key = tl.where(here, -2147483648, key)
-        chosen = tl.where(k[None, :] == n, index[:, None], chosen)
-        weight = tl.where(k[None, :] == n, value[:, None], weight)
+        chosen = tl.where(e[None, :] == n, index[:, None], chosen)
+        weight = tl.where(e[None, :] == n, value[:, None], weight)
     if RENORMALIZE:
         weight = weight / tl.sum(weight, axis=1)[:, None]
-    where = t.to(tl.int64)[:, None] * K + k[None, :]
-    shown = in_t[:, None] & (k < K)[None, :]
+    where = t.to(tl.int64)[:, None] * K + e[None, :]
+    shown = in_t[:, None] & (e < K)[None, :]
     tl.store(out_weight + where, weight * scale, mask=shown)
     tl.store(out_expert + where, chosen.to(tl.int64), mask=shown)
 
@@ -71,13 +72,22 @@ def choose_one(
     n = tl.arange(0, BLOCK_PARTS)
     r = tl.arange(0, BLOCK_R)
     is_expert = e < E
-    parts = tl.load(
-        logits + n[:, None] * logits_stride + e[None, :],
-        mask=(n < PARTS)[:, None] & is_expert[None, :],
-        other=0.0,
-        cache_modifier=".cg",
-    )
-    total = tl.sum(parts, axis=0)
+    if PARTS == 1:
+        # every warp loads the row for itself: loaded once, it would be spread over the warps
+        total = tl.load(
+            logits + 0 * r[:, None] + e[None, :],
+            mask=is_expert[None, :] & (r < BLOCK_R)[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+    else:
+        parts = tl.load(
+            logits + n[:, None] * logits_stride + e[None, :],
+            mask=(n < PARTS)[:, None] & is_expert[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        total = tl.zeros([BLOCK_R, BLOCK_E], dtype=tl.float32) + tl.sum(parts, axis=0)[None, :]
     square = 0.0
     if HAS_NORM:
         square = tl.sum(
@@ -86,9 +96,8 @@ def choose_one(
         )
         total *= tl.rsqrt(square / H + eps)
     choose(
-        tl.zeros([BLOCK_R, BLOCK_E], dtype=tl.float32) + total[None, :], t + 0 * r, r == 0, bias,
-        out_weight, out_expert, scale, E, K, HAS_BIAS, SIGMOID, RENORMALIZE, BLOCK_R, BLOCK_E,
-        BLOCK_K,
+        total, t + 0 * r, r == 0, bias, out_weight, out_expert, scale, E, K, HAS_BIAS, SIGMOID,
+        RENORMALIZE, BLOCK_R, BLOCK_E, BLOCK_K,
     )  # fmt: skip
     return square
 
@@ -180,26 +189,34 @@ def norm_route_rows_kernel(
     x, gain, weight, bias, out_weight, out_expert, logits, counters,
     x_stride, weight_stride, eps, scale,
     T: tl.constexpr, H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, LAST: tl.constexpr,
+    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
-    rows = first + tl.arange(0, ROWS)
+    t = tl.arange(0, BLOCK_T)
     h = tl.arange(0, BLOCK_H)
-    in_h = h < H
-    tile = tl.load(
-        weight + rows.to(tl.int64)[:, None] * weight_stride + h[None, :],
-        mask=(rows < E)[:, None] & in_h[None, :],
-        other=0.0,
-    )
+    in_t, in_h = t < T, h < H
     g = tl.load(gain + h, mask=in_h, other=0.0).to(tl.float32)
+    row = tl.load(weight + first.to(tl.int64) * weight_stride + h, mask=in_h, other=0.0)
     wait_for_predecessor(PDL)
-    for t in tl.static_range(T):
-        v = tl.load(x + t * x_stride + h, mask=in_h, other=0.0).to(tl.float32)
-        y = tl.sum(tile.to(tl.float32) * (v * g)[None, :], axis=1)
-        y *= tl.rsqrt(tl.sum(v * v, axis=0) / H + eps)
-        tl.store(logits + t * BLOCK_E + rows, y, mask=rows < E)
+    # all tokens in one load and one sum: one after the other, each would wait for its own
+    v = tl.load(
+        x + t.to(tl.int64)[:, None] * x_stride + h[None, :],
+        mask=in_t[:, None] & in_h[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(v * v, axis=1) / H + eps)
+    v *= g[None, :]
+    for r in tl.static_range(ROWS):
+        if r > 0:
+            row = tl.load(
+                weight + (first + r).to(tl.int64) * weight_stride + h,
+                mask=in_h & (first + r < E),
+                other=0.0,
+            )
+        y = tl.sum(row.to(tl.float32)[None, :] * v, axis=1) * inverse
+        tl.store(logits + t * BLOCK_E + first + r, y, mask=in_t & (first + r < E))
     turn = turn_among_last(counters, tl.num_programs(0), LAST)
     if turn >= 0:
         for token in range(turn, T, LAST):

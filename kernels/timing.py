@@ -32,25 +32,30 @@ class Timing:
 
 
 def rotated_inputs(case: Case, device: torch.device, dtype: torch.dtype) -> list[Inputs]:
-    """Inputs that differ in their weights (and routing); large weights are shared."""
+    """Inputs that differ in their weights, or in the experts that they touch.
+
+    Together they touch ``ROTATION_BYTES``, so that none finds its weights in the cache.
+    """
     first = case.make(device, dtype)
     size = sum(first[name].numel() * first[name].element_size() for name in case.weights)
     if size == 0:
         return [first]
-    copies = max(4, min(MAX_COPIES, -(-ROTATION_BYTES // size)))
+    routed = "expert" in first
+    touched = max(1, case.min_bytes(first)) if routed else size
+    clones = min(MAX_COPIES, -(-ROTATION_BYTES // size))
+    copies = max(4, clones, min(MAX_COPIES, -(-ROTATION_BYTES // touched)))
+    clones = clones if routed or size >= ROTATION_BYTES else copies
+    weights = [{name: first[name] for name in case.weights}] + [
+        {name: first[name].clone() for name in case.weights} for _ in range(clones - 1)
+    ]
     found = [first]
-    for _ in range(copies - 1):
-        if size >= ROTATION_BYTES:
+    for number in range(1, copies):
+        other = dict(first) | weights[number % clones]
+        if routed:
             # another routing over the same experts touches other weights
-            other = dict(first)
-            if "expert" in first:
-                logits = torch.rand(first["expert"].shape[0], first["gate_up"].shape[0])
-                chosen = logits.topk(first["expert"].shape[1], dim=-1).indices
-                other["expert"] = chosen.to(device)
-            found.append(other)
-        else:
-            clones = {name: first[name].clone() for name in case.weights}
-            found.append(dict(first) | clones)
+            logits = torch.rand(first["expert"].shape[0], first["gate_up"].shape[0])
+            other["expert"] = logits.topk(first["expert"].shape[1], dim=-1).indices.to(device)
+        found.append(other)
     return found
 
 

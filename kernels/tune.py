@@ -1,11 +1,11 @@
 """Find the fastest configuration of each kernel on this GPU and keep it in the cache.
 
-    python -m kernels.tune [--tokens 1x1 1x4 16x1] [--path FILE] [--budget-s 100] [--pdl]
+    python -m kernels.tune [--tp 1 2] [--tokens 1x1 1x4 16x1] [--path FILE] [--budget-s 100]
 
 ``1x4`` is one sequence of four tokens (a verify), ``16x1`` sixteen sequences of one (a decode).
 Configurations are compiled in parallel first (Triton's disk cache), then timed alone with a cold
-L2. One that is wrong or does not fit the GPU is passed over and reported. Only this command writes
-the cache.
+L2. One that is wrong or does not fit the GPU is passed over and reported. The last line of a case
+says how much slower it is without tuning. Only this command writes the cache.
 """
 
 import argparse
@@ -23,13 +23,22 @@ from typing import Any
 import torch
 
 from kernels import tuning
-from kernels.catalog import MIXTRAL_8X7B_TP8, QWEN3_30B_A3B, Case, Dims, layer_cases
+from kernels.catalog import (
+    KIMI_K2,
+    MIXTRAL_8X7B_TP8,
+    QWEN3_30B_A3B,
+    Case,
+    Dims,
+    layer_cases,
+    shard,
+)
 from kernels.compile_all import candidates_for
+from kernels.launch import recording
 from kernels.opset import opset
 from kernels.shared_memory import fitting
 from kernels.timing import Timing, relative_error, rotated_inputs, time_case
 
-MODELS = {dims.name: dims for dims in (QWEN3_30B_A3B, MIXTRAL_8X7B_TP8)}
+MODELS = {dims.name: dims for dims in (QWEN3_30B_A3B, MIXTRAL_8X7B_TP8, KIMI_K2)}
 #: sequences x tokens each; the most valuable first
 SIZES = ("1x4", "1x1", "16x1", "1x64", "4x1")
 #: relative error up to which a bf16 result counts as right
@@ -55,6 +64,7 @@ Job = tuple[str, tuning.Config]
 class Work:
     """One case at one size, with the configurations to try."""
 
+    dims: Dims
     size: tuple[int, int]
     case: Case
     jobs: list[Job]
@@ -75,10 +85,17 @@ def _candidates(op: str, dims: Dims, size: tuple[int, int]) -> list[tuning.Confi
     return fitting(op, candidates_for(op, dims, *size), limit, 2, dims.head_size, dims.experts)
 
 
-def _warm(model: str, size: tuple[int, int], context: int, name: str, jobs: list[Job]) -> None:
+def defaults_of(case: Case) -> dict[str, tuple[str, tuning.Config]]:
+    """Each op of the case: the key of its shape, and what it runs with where nothing is tuned."""
+    with recording():
+        case.run(opset("triton"), case.make(torch.device("meta"), torch.bfloat16))
+    return {op: tuning.last_used(op)[:2] for op in case.tuned}
+
+
+def _warm(dims: Dims, size: tuple[int, int], context: int, name: str, jobs: list[Job]) -> None:
     """In a worker: run each configuration once, which compiles it into Triton's disk cache."""
     device = torch.device("cuda")
-    dims = replace(MODELS[model], vocab=min(MODELS[model].vocab, 8192))
+    dims = replace(dims, vocab=min(dims.vocab, 8192))
     case = next(c for c in layer_cases(dims, *size, context) if c.name == name)
     inputs = case.make(device, torch.bfloat16)
     for op, config in jobs:
@@ -92,7 +109,7 @@ def _warm(model: str, size: tuple[int, int], context: int, name: str, jobs: list
 
 
 def _compile_all(
-    work: list[Work], model: str, context: int, workers: int, seconds: float
+    work: list[Work], context: int, workers: int, seconds: float
 ) -> set[tuple[Any, ...]]:
     """Compile in parallel for at most ``seconds``; which (case, size, op, configuration) is ready.
 
@@ -107,7 +124,7 @@ def _compile_all(
     end = time.monotonic() + seconds
     pool = ProcessPoolExecutor(workers, get_context("spawn"))
     futures = {
-        pool.submit(_warm, model, item.size, context, item.case.name, part): (item, part)
+        pool.submit(_warm, item.dims, item.size, context, item.case.name, part): (item, part)
         for item, part in turns
     }
     try:
@@ -122,7 +139,7 @@ def _compile_all(
 
 
 def _identity(item: Work, op: str, config: tuning.Config) -> tuple[Any, ...]:
-    return (item.case.name, item.size, op, tuple(sorted(config.items())))
+    return (item.dims, item.case.name, item.size, op, tuple(sorted(config.items())))
 
 
 def tune_case(
@@ -151,9 +168,8 @@ def tune_case(
             if trials and time.monotonic() - start > seconds * number / len(case.tuned):
                 print(f"  {op}: out of time after {len(trials)} configurations")
                 break
-            line: dict[str, object] = {"case": case.name, "op": op, "config": dict(config)}
-            log.append(line | {"size": f"{item.size[0]}x{item.size[1]}"})
-            line = log[-1]
+            line = _line(item, op, config)
+            log.append(line)
             try:
                 with ExitStack() as stack:
                     _force(stack, op, config, best)
@@ -178,12 +194,74 @@ def tune_case(
             f"{len(trials)} {key} {dict(config)}",
             flush=True,
         )
+    if len(best) == len(case.tuned):
+        _against_defaults(item, inputs, best, pdl, log)
+
+
+def _line(item: Work, op: str, config: tuning.Config) -> dict[str, object]:
+    size = f"{item.size[0]}x{item.size[1]}"
+    return {"model": item.dims.name, "case": item.case.name, "size": size, "op": op,
+            "config": dict(config)}  # fmt: skip
+
+
+def _against_defaults(
+    item: Work,
+    inputs: list[dict[str, Any]],
+    best: dict[str, tuning.Config],
+    pdl: bool,
+    log: list[dict[str, object]],
+) -> None:
+    """Print what the case takes without tuning and with the winners."""
+    plain = {op: config for op, (_, config) in defaults_of(item.case).items()}
+    took: list[Timing] = []
+    for chosen in (plain, best, plain, best):
+        with ExitStack() as stack:
+            for op, config in chosen.items():
+                stack.enter_context(tuning.forced(op, config))
+            took.append(time_case(item.case, inputs, 5, pdl))
+    without, tuned = (min(took[i::2], key=lambda t: t.us) for i in (0, 1))
+    log.append(_line(item, "default", {}) | {"defaults": plain, "us": without.us})
+    log.append(_line(item, "best", {}) | {"best": best, "us": tuned.us})
+    print(
+        f"{item.size[0]}x{item.size[1]} {item.case.name:<14}default {without.us:.1f} us, tuned "
+        f"{tuned.us:.1f}, ratio {without.us / tuned.us:.3f}  {item.dims.name} {plain}",
+        flush=True,
+    )
+
+
+def _plan(
+    shards: list[Dims], sizes: list[tuple[int, int]], context: int, names: list[str] | None
+) -> list[Work]:
+    """The cases to tune, each with its defaults and the candidates; every shape once."""
+    work: list[Work] = []
+    planned: set[tuple[tuple[str, str], ...]] = set()
+    for dims in shards:
+        for size in sizes:
+            for case in layer_cases(dims, *size, context):
+                if case.name == "norm_linear_argmax" or (names and case.name not in names):
+                    continue
+                candidates = {op: _candidates(op, dims, size) for op in case.tuned}
+                if not all(candidates.values()):
+                    continue
+                plain = defaults_of(case)
+                shape = tuple((op, key) for op, (key, _) in plain.items())
+                if shape in planned:
+                    continue
+                planned.add(shape)
+                jobs = [
+                    (op, config)
+                    for op, (_, first) in plain.items()
+                    for config in (first, *(c for c in candidates[op] if c != first))
+                ]
+                work.append(Work(dims, size, case, jobs))
+    return work
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m kernels.tune", description=__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default=QWEN3_30B_A3B.name)
+    parser.add_argument("--tp", type=int, nargs="+", default=[1], help="shards of so many GPUs")
     parser.add_argument("--tokens", nargs="+", default=list(SIZES))
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--ops", nargs="+", help="only cases of these names")
@@ -198,27 +276,15 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         sizes = [parse_size(text) for text in args.tokens]
+        shards = [shard(MODELS[args.model], ways) for ways in args.tp]
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    dims = MODELS[args.model]
-    work: list[Work] = []
-    planned: set[tuple[str, int]] = set()
-    for size in sizes:
-        for case in layer_cases(dims, *size, args.context):
-            if case.name == "norm_linear_argmax" or (args.ops and case.name not in args.ops):
-                continue
-            # all but attention see the number of tokens alone
-            rows = (case.name, size[0] * size[1])
-            if case.name != "qkv_attention" and rows in planned:
-                continue
-            planned.add(rows)
-            jobs = [(op, c) for op in case.tuned for c in _candidates(op, dims, size)]
-            work.append(Work(size, case, jobs))
+    work = _plan(shards, sizes, args.context, args.ops)
     start = time.monotonic()
     ready = None
     if args.workers > 1:
-        ready = _compile_all(work, args.model, args.context, args.workers, args.budget_s * 0.55)
+        ready = _compile_all(work, args.context, args.workers, args.budget_s * 0.55)
     count = sum(len(item.jobs) for item in work)
     done = "" if ready is None else f"{len(ready)} of "
     print(f"{done}{count} compiled in {time.monotonic() - start:.0f} s", flush=True)
@@ -229,8 +295,8 @@ def main(argv: list[str] | None = None) -> int:
         seconds = max(0.0, left * len(item.jobs) / weight)
         tune_case(item, args.path, args.pdl, seconds, log, ready)
         torch.cuda.empty_cache()
-    if args.log:
-        args.log.write_text("".join(json.dumps(line) + "\n" for line in log))
+        if args.log:
+            args.log.write_text("".join(json.dumps(line) + "\n" for line in log))
     print(f"{time.monotonic() - start:.0f} s; written to {args.path}")
     return 0
 

@@ -1,12 +1,11 @@
 """The experts' MLP: every way a program finds its rows, both schemes of the second half."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 import torch
 
-from kernels import moe_down, moe_gate_up, tuning
+from kernels import tuning
 from kernels.launch import recording
 from kernels.moe_rows import sorted_tiles
 from kernels.opset import opset
@@ -67,6 +66,11 @@ DOWN = {
                                  "stages": 2, "num_warps": 2}),
     "vector-four-tokens": (4, {"scheme": 0, "block_o": 4, "block_i": 32, "unroll": 2,
                                "num_warps": 1}),
+    "stream": (1, {"scheme": 4, "block_o": 2, "block_i": 32, "each": 3, "num_warps": 1}),
+    "stream-several-blocks": (5, {"scheme": 4, "block_o": 1, "block_i": 32, "each": 1,
+                                  "num_warps": 1}),
+    "stream-many-blocks": (16, {"scheme": 4, "block_o": 4, "block_i": 64, "each": 1,
+                                "num_warps": 2}),
     "shared": (6, {"scheme": 3, "block_o": 8, "block_i": 32, "num_warps": 1}),
     "grouped-swapped": (7, {"scheme": 2, "block_t": 16, "block_o": 64, "block_i": 16, "stages": 3,
                             "swap": 1, "num_warps": 4}),
@@ -102,8 +106,13 @@ def test_every_scheme_gives_the_same(device: torch.device, name: str, first: str
     [
         ("moe_gate_up", {"vector": 2, "block_i": 4, "block_h": 32, "num_warps": 1}, "32 of 40"),
         ("moe_down", {"scheme": 3, "block_o": 4, "block_i": 16, "num_warps": 1}, "16 of 24"),
+        (
+            "moe_down",
+            {"scheme": 4, "block_o": 4, "block_i": 16, "each": 1, "num_warps": 1},
+            "streaming takes whole rows, 16 of 24",
+        ),
     ],
-    ids=["gate-up", "down"],
+    ids=["gate-up", "down", "stream"],
 )
 def test_sharing_refuses_parts_of_rows(op: str, config: dict[str, int], message: str) -> None:
     device = torch.device("meta")
@@ -159,21 +168,6 @@ def test_sorted_tiles_cover_every_pair_once() -> None:
         assert set(expert.flatten()[pairs.long()].tolist()) == {owner}
         seen += pairs.tolist()
     assert sorted(seen) == list(range(expert.numel()))
-
-
-def every_default() -> Iterator[tuple[int, tuning.Config, tuning.Config]]:
-    for tokens in (1, 2, 16, 17, 64, 65, 4096):
-        pairs = tokens * 8
-        second = moe_down.default_config(tokens, pairs, 768, 2)
-        yield tokens, moe_gate_up.default_config(tokens, pairs, 2), second
-
-
-def test_default_halves_go_together() -> None:
-    for tokens, first, second in every_default():
-        assert first["vector"] == int(tokens == 1)
-        if second["scheme"] == moe_down.STATIONARY:
-            assert tokens <= moe_down.MAX_STATIONARY_TOKENS
-            assert not first["vector"]
 
 
 def test_the_residual_may_be_written_over(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from autotune.history import History
 from autotune.hosts import check_host, study_machine
 from autotune.modelling import StudyModel, target_shape
 from autotune.schemas import Study
+from autotune.served import server_name
 from autotune.space import Space, baseline_knobs, build_space
 from autotune.store.store import Store
 from autotune.store.views import StudyView
@@ -48,7 +49,7 @@ def make_plan(
     host = machine or study_machine(study)
     _check_context(study)
     workloads = workloads or study_workloads(study)
-    model = StudyModel(study, host, workloads)
+    model = StudyModel(study, host, workloads, server_name(study, loaded.base_dir))
     space = build_space(study.space, host, model.target.head_problem)
     return Plan(
         study=study,

@@ -9,8 +9,8 @@ chains of 7 within -2.5..+3.7 % (speculation notes; Maverick, Qwen3-8B).
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,11 @@ from numpy.typing import NDArray
 
 from model.observations import AcceptanceCounts, AcceptLength
 from model.spec import Interval, Knobs
-from model.tree import best_tree_accept_lengths, dynamic_accept_lengths, dynamic_tree
+from model.tree import (
+    best_tree_accept_lengths,
+    dynamic_accept_lengths,
+    dynamic_accepted_tables,
+)
 
 Array = NDArray[Any]
 
@@ -38,6 +42,8 @@ _TREE_SD = 0.05
 #: error of the share that a rank takes of a depth, from guessing which nodes were kept
 _SHARE_SD = 0.03
 _NUM_SAMPLES = 128
+#: sd by which the rates of one prompt lie off those of all prompts: logit a_1, and by depth
+_PROMPT_SD, _PROMPT_DEPTH_SD = 0.45, 0.25
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -51,6 +57,8 @@ class AcceptanceModel:
     #: deepest depth and widest rank that counts told about
     measured_depth: int
     measured_width: int
+    #: by concurrency whose counts were given: each level decodes prompts of its own
+    by_load: Mapping[int, "AcceptanceModel"] = field(default_factory=dict)
 
     @classmethod
     def prior(
@@ -82,10 +90,42 @@ class AcceptanceModel:
     def id(self) -> str:
         """12 hex digits of the posterior."""
         blob = np.round(self.theta, 9).tobytes() + np.round(self.covariance, 9).tobytes()
+        blob += "".join(
+            f"{load} {model.id}" for load, model in sorted(self.by_load.items())
+        ).encode()
         return hashlib.sha256(blob).hexdigest()[:12]
 
     def update(self, seen: Sequence[AcceptanceCounts | AcceptLength]) -> "AcceptanceModel":
-        """Posterior after more counts or accept lengths (Laplace approximation, Gauss-Newton).
+        """Posterior after more counts or accept lengths.
+
+        Counts that name their load also make a posterior of that load's own prompts: what other
+        loads told is a prior there, as wide as prompts differ.
+        """
+        loads = {c.concurrency for c in seen if isinstance(c, AcceptanceCounts)} - {None}
+        by_load = dict(self.by_load)
+        for load in sorted(load for load in loads if load is not None):
+            own = [c for c in seen if isinstance(c, AcceptanceCounts) and c.concurrency == load]
+            others = [c for c in seen if c not in own]
+            base = self.by_load.get(load) or self._of_prompts(load, others)
+            by_load[load] = base.update_all(own)
+        return replace(self.update_all(seen), by_load=by_load)
+
+    def at(self, concurrency: int) -> "AcceptanceModel":
+        """The posterior for the prompts of this load: its own counts', or that of all."""
+        return self.by_load.get(concurrency, self)
+
+    def _of_prompts(
+        self, load: int, others: Sequence[AcceptanceCounts | AcceptLength]
+    ) -> "AcceptanceModel":
+        """This posterior and the counts of other loads, as a prior for ``load`` prompts."""
+        base = self.update_all(others)
+        off = np.zeros(_NUM_PARAMS)
+        off[0] = _PROMPT_SD**2 / load
+        off[_NUM_SHAPE:] = _PROMPT_DEPTH_SD**2 / load
+        return replace(base, covariance=base.covariance + np.diag(off), by_load={})
+
+    def update_all(self, seen: Sequence[AcceptanceCounts | AcceptLength]) -> "AcceptanceModel":
+        """One posterior of all that was seen (Laplace approximation, Gauss-Newton).
 
         A chain's depth d is binomial among the verifies that reached depth d - 1; a tree's ranks
         share them as its model tree predicts, so ranks the budget left out do not count as misses.
@@ -200,7 +240,7 @@ def _linearise(
             sd, wanted = np.array([one.rel_sd]), np.array([np.log(one.accept_length)])
         else:
             wanted, weight, shares_of = _targets(one)
-            model = np.stack([shares_of(table) for table in tables])
+            model = shares_of(tables)
             # which nodes a tree kept is the model's guess: its shares are not exact
             guess = _SHARE_SD if one.topk > 1 else 0.0
             sd = np.sqrt(np.clip(model[0] * (1 - model[0]), 1e-3, None) / weight + guess**2)
@@ -210,7 +250,7 @@ def _linearise(
 
 
 def _targets(count: AcceptanceCounts) -> tuple[Array, Array, Callable[[Array], Array]]:
-    """(observed shares, number of trials of each, function of a rate table giving the shares)."""
+    """(observed shares, trials of each, function of rate tables [S, ..] giving the shares)."""
     depths = min(count.steps, MAX_DEPTHS)
     # counts end at the deepest depth that some path reached: deeper ones are zero, not unknown
     counts = (*count.accepted_by_depth, *(0,) * depths)[:depths]
@@ -220,8 +260,8 @@ def _targets(count: AcceptanceCounts) -> tuple[Array, Array, Callable[[Array], A
     if count.topk == 1 or not _has_ranks(count, reached[1 : depths + 1]):
         seen = reached[1 : depths + 1] / base
         if count.topk == 1:
-            return seen, base, lambda table: table[:depths, 0]
-        return seen, base, lambda table: _conditional(table, count, depths).sum(axis=1)
+            return seen, base, lambda tables: tables[:, :depths, 0]
+        return seen, base, lambda tables: _conditional(tables, count, depths).sum(axis=2)
     ranks = min(count.topk, MAX_RANKS)
     table_DR = np.zeros((depths, ranks))
     for depth, row in enumerate(count.accepted_by_depth_rank[:depths]):
@@ -230,7 +270,7 @@ def _targets(count: AcceptanceCounts) -> tuple[Array, Array, Callable[[Array], A
     return (
         (table_DR / base[:, None]).ravel(),
         weight,
-        lambda table: _conditional(table, count, depths)[:, :ranks].ravel(),
+        lambda tables: _conditional(tables, count, depths)[:, :, :ranks].reshape(len(tables), -1),
     )
 
 
@@ -240,12 +280,14 @@ def _has_ranks(count: AcceptanceCounts, reached_D: Array) -> bool:
     return bool(count.accepted_by_depth_rank) and not reached_D[given:].any()
 
 
-def _conditional(table: Array, count: AcceptanceCounts, depths: int) -> Array:
-    """P(accepted at depth d by rank r | depth d - 1 reached) in the model's dynamic tree."""
-    tree = dynamic_tree(table, count.steps, count.topk)
-    joint = tree.accepted_table(count.draft_tokens, depths, MAX_RANKS)
-    before = np.concatenate([[1.0], joint.sum(axis=1)[:-1]])
-    result: Array = joint / np.maximum(before, 1e-9)[:, None]
+def _conditional(tables: Array, count: AcceptanceCounts, depths: int) -> Array:
+    """P(accepted at depth d by rank r | depth d - 1 reached) in each table's dynamic tree."""
+    joint = dynamic_accepted_tables(
+        tables, count.steps, count.topk, count.draft_tokens, depths, MAX_RANKS
+    )
+    reached = joint.sum(axis=2)
+    before = np.concatenate([np.ones((len(tables), 1)), reached[:, :-1]], axis=1)
+    result: Array = joint / np.maximum(before, 1e-9)[:, :, None]
     return result
 
 

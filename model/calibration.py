@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from model.collectives import allreduce_constants
 from model.constants import Constant, default_constants, from_scale, to_scale
 from model.machine import Machine
+from model.servers import server_of
 
 Array = NDArray[Any]
 
-MODEL_VERSION = 2
+MODEL_VERSION = 3
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -37,6 +38,8 @@ class Calibration:
     used: tuple[str, ...]
     machine_fingerprint: str
     model_version: int = MODEL_VERSION
+    #: name of the server whose kernels and host the constants describe, see ``model.servers``
+    server: str = "generic"
     #: term of ``StepModel.terms_ms`` -> relative sd of what its formula left out of measurements
     term_residuals: Mapping[str, float] = field(default_factory=dict)
 
@@ -85,7 +88,8 @@ class Calibration:
         values = [(c.name, f"{c.value:.9g}") for c in self.constants]
         covariance = [f"{v:.6g}" for v in self.covariance.ravel() if v]
         rest = [f"{name} {sd:.6g}" for name, sd in sorted(self.term_residuals.items())]
-        text = json.dumps([self.model_version, self.machine_fingerprint, values, covariance, rest])
+        about = [self.model_version, self.machine_fingerprint, self.server]
+        text = json.dumps([*about, values, covariance, rest])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def residual(self, term: str) -> float:
@@ -125,6 +129,7 @@ class Calibration:
             "id": self.id,
             "parent": self.parent,
             "machine_fingerprint": self.machine_fingerprint,
+            "server": self.server,
             "used": list(self.used),
             "constants": [
                 {
@@ -163,21 +168,27 @@ class Calibration:
                 parent=values["parent"],
                 used=tuple(values["used"]),
                 machine_fingerprint=values["machine_fingerprint"],
+                server=values["server"],
                 term_residuals=values["term_residuals"],
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"calibration is not complete: {error}") from error
 
 
-def default_calibration(machine: Machine) -> Calibration:
-    """Priors for this machine; what its probe measured is used where it has it."""
-    constants = (*default_constants(machine), *allreduce_constants(machine))
+def default_calibration(machine: Machine, server: str = "generic") -> Calibration:
+    """Priors for this machine and server; what the machine's probe measured is used.
+
+    Raises ``ValueError`` for a server that ``model.servers`` does not know.
+    """
+    known = server_of(server, machine)
+    constants = (*default_constants(machine, known), *allreduce_constants(machine))
     calibration = Calibration(
         constants=constants,
         covariance=np.diag([c.prior_sd**2 for c in constants]),
         parent=None,
         used=(),
         machine_fingerprint=machine.fingerprint,
+        server=server,
     )
     if not machine.measured.allreduce:
         return calibration

@@ -1,9 +1,9 @@
 """Work and time of the kernels of one forward pass, per rank.
 
 Work is bytes and flops; time is bytes over bandwidth or flops over rate, whichever is longer, plus
-a floor per kernel. In a step of many layers every weight is read cold from DRAM: nothing of one
-layer is left in the L2 when the next step comes to it. Array suffixes: D constant vectors, U
-forward passes.
+a floor per kernel (to ramp up and drain: small reads never see the whole bandwidth). In a step of
+many layers every weight is read cold from DRAM: nothing of one layer is left in the L2 when the
+next step comes to it. Array suffixes: D constant vectors, U forward passes.
 """
 
 from collections.abc import Mapping
@@ -16,22 +16,17 @@ from numpy.typing import NDArray
 from model.formats import bytes_per_weight, relative_rate
 from model.machine import Machine
 from model.routing import expected_experts
+from model.servers import GENERIC, KernelCounts, Server
 from model.shapes import DraftShape, ModelShape
 
 Array = NDArray[Any]
 Constants = Mapping[str, Array]
 
-#: kernels of one layer, by part; counted in SGLang's and the engine's layers
-KERNELS_ATTENTION_GQA = 6
-KERNELS_ATTENTION_MLA = 11
-KERNELS_MOE = 7
-KERNELS_SHARED = 3
-KERNELS_DENSE = 3
-KERNELS_OTHER = 2
-KERNELS_HEAD = 4
-KERNELS_DRAFT = 16
 #: rows of a tensor-core tile
 TILE_ROWS = 16.0
+#: power of the rows by which the experts' kernels slow beyond their bytes: rows of an expert share
+#: tiles, so twice the rows are less than twice the work (16 to 256 rows of a tiny model)
+ROWS_POWER = 0.6
 #: bf16 flops of one CPU core, GFLOP/s peak: fp32 AVX2 fused multiply-add at 2.5 GHz
 CPU_CORE_GFLOPS = 80.0
 #: DRAM of a CPU socket when nothing was probed, GB/s
@@ -40,16 +35,17 @@ CPU_SOCKET_GB_PER_S = 40.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What one rank computes on: peak rates, and whether kernels are launched ahead of time."""
+    """What one rank computes on: peak rates, kernels, whether these are launched ahead of time."""
 
     is_gpu: bool
     dram_bytes_per_us: float
     flops_per_us: float
     memory_bytes: float
     l2_bytes: float
+    kernels: KernelCounts
 
     @classmethod
-    def of(cls, machine: Machine, num_ranks: int) -> "Device":
+    def of(cls, machine: Machine, num_ranks: int, server: Server = GENERIC) -> "Device":
         """A rank's share of the machine: one GPU, or 1/num_ranks of the cores and DRAM."""
         gpu = machine.gpu
         if gpu is not None:
@@ -59,6 +55,7 @@ class Device:
                 flops_per_us=gpu.bf16_tflops * 1e6,
                 memory_bytes=gpu.memory_gib * 2**30,
                 l2_bytes=gpu.l2_mib * 2**20,
+                kernels=server.kernels,
             )
         cores = machine.cpu.sockets * machine.cpu.cores_per_socket
         dram = machine.measured.dram_gb_per_s or machine.cpu.sockets * CPU_SOCKET_GB_PER_S
@@ -68,6 +65,7 @@ class Device:
             flops_per_us=CPU_CORE_GFLOPS * 1e3 * max(cores / num_ranks, 1.0),
             memory_bytes=float("inf"),
             l2_bytes=0.0,
+            kernels=server.kernels,
         )
 
 
@@ -108,7 +106,7 @@ def attention_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -
     """
     weights = shape.attention_params * bytes_per_weight(shape.other_format) / f.tp
     flops = 2.0 * shape.attention_params / f.tp * f.tokens
-    kernels = kernels_attention(shape)
+    kernels = kernels_attention(shape, device.kernels)
     full = shape.layers - shape.linear_attention_layers - shape.sliding_layers
     seen_rows = (
         f.context * full + np.minimum(f.context, shape.sliding_window) * shape.sliding_layers
@@ -143,7 +141,7 @@ def moe_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -> Arra
         params = 3 * shape.hidden * shape.dense_intermediate / f.tp
         rate = relative_rate(shape.other_format)
         gemm = gemm_us(params * other, 2 * params * f.tokens, rate, device, c, f.tokens)
-        total = total + shape.dense_layers * (gemm + KERNELS_DENSE * c["kernel_gap_us"])
+        total = total + shape.dense_layers * (gemm + device.kernels.dense * c["kernel_gap_us"])
     if not shape.moe_layers:
         return total
     distinct = expected_experts(
@@ -164,9 +162,16 @@ def moe_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -> Arra
     rest = gemm_us(plain * other, 2 * plain * f.tokens, 1.0, device, c, f.tokens)
     batched = np.where(f.tokens > 1.5, c["moe_batched_us"], 0.0)
     fixed = c["moe_fixed_us"] + c["moe_expert_us"] * distinct + batched
-    shared = KERNELS_SHARED if shape.shared_intermediate else 0
-    gaps = (1 + shared) * c["kernel_gap_us"]
+    fixed = fixed + c["moe_rows_us"] * _beyond_a_tile(f.tokens)
+    shared = device.kernels.shared if shape.shared_intermediate else 0
+    gaps = (device.kernels.router + shared) * c["kernel_gap_us"]
     result: Array = total + shape.moe_layers * (routed + rest + fixed + gaps)
+    return result
+
+
+def _beyond_a_tile(rows: Array) -> Array:
+    """(rows - 16)^0.6: rows that fill one tile cost what one row does."""
+    result: Array = np.maximum(rows - TILE_ROWS, 0.0) ** ROWS_POWER
     return result
 
 
@@ -183,14 +188,16 @@ def head_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -> Arr
         f.tokens,
     )
     logits = 3 * f.tokens * shape.vocab / f.tp * 4 / (device.dram_bytes_per_us * c["dram_fraction"])
-    result: Array = gemm + logits + KERNELS_HEAD * c["kernel_gap_us"]
+    result: Array = gemm + logits + device.kernels.head * c["kernel_gap_us"]
     return result
 
 
 def other_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -> Array:
     """Norms with residual adds and the embedding: [D, U]."""
     rows = 6 * f.tokens * shape.hidden * 2 / (device.dram_bytes_per_us * c["dram_fraction"])
-    return shape.layers * (KERNELS_OTHER * c["kernel_gap_us"] + rows)
+    kernels = shape.layers * device.kernels.other + device.kernels.once
+    result: Array = kernels * c["kernel_gap_us"] + shape.layers * rows
+    return result
 
 
 def draft_forward_us(draft: DraftShape, f: Forwards, device: Device, c: Constants) -> Array:
@@ -201,23 +208,23 @@ def draft_forward_us(draft: DraftShape, f: Forwards, device: Device, c: Constant
     rate = relative_rate(draft.weight_format)
     gemm = gemm_us(params * weight, 2 * params * f.tokens, rate, device, c, f.tokens)
     kv = draft.kv_elements_per_token * 2.0 / f.tp * f.requests * f.context
-    per_layer = KERNELS_DRAFT * c["kernel_gap_us"] + c["attention_us"]
+    per_layer = device.kernels.draft * c["kernel_gap_us"] + c["attention_us"]
     kv_us = kv / (device.dram_bytes_per_us * c["kv_fraction"])
     result: Array = (gemm + kv_us + draft.layers * per_layer) * c["draft_factor"]
     return result
 
 
-def kernels_attention(shape: ModelShape) -> int:
+def kernels_attention(shape: ModelShape, kernels: KernelCounts) -> int:
     """Kernels of one attention layer."""
-    return KERNELS_ATTENTION_GQA if shape.mla is None else KERNELS_ATTENTION_MLA
+    return kernels.attention_gqa if shape.mla is None else kernels.attention_mla
 
 
-def kernel_counts(shape: ModelShape) -> Mapping[str, int]:
+def kernel_counts(shape: ModelShape, kernels: KernelCounts = GENERIC.kernels) -> Mapping[str, int]:
     """Kernels of one forward pass, by term (collectives not counted)."""
-    shared = KERNELS_SHARED if shape.shared_intermediate else 0
+    moe = kernels.moe + (kernels.shared if shape.shared_intermediate else 0)
     return {
-        "attention": shape.layers * kernels_attention(shape),
-        "moe": shape.moe_layers * (KERNELS_MOE + shared) + shape.dense_layers * KERNELS_DENSE,
-        "head": KERNELS_HEAD,
-        "other": shape.layers * KERNELS_OTHER + 2,
+        "attention": shape.layers * kernels_attention(shape, kernels),
+        "moe": shape.moe_layers * moe + shape.dense_layers * kernels.dense,
+        "head": kernels.head,
+        "other": shape.layers * kernels.other + kernels.once,
     }

@@ -71,12 +71,24 @@ def cycle_draws(
     return total
 
 
-def accept_length_draws(predictor: Predictor, knobs: Knobs) -> Array:
-    """Accept length of one knobs, [S]: 1 without speculation."""
+def accept_length_draws(predictor: Predictor, knobs: Knobs, workload: Workload) -> Array:
+    """Accept length of one knobs on a load's prompts, [S]: 1 without speculation."""
     if knobs.method == "off":
         return np.ones(_PER_SAMPLE * len(predictor.acceptance.samples))
     tree = (knobs.steps, knobs.topk, knobs.draft_tokens)
-    return np.tile(predictor.acceptance.accept_length_samples(*tree), _PER_SAMPLE)
+    model = predictor.acceptance.at(workload.concurrency)
+    return np.tile(model.accept_length_samples(*tree), _PER_SAMPLE)
+
+
+def tokens_per_cycle_draws(predictor: Predictor, knobs: Knobs, workload: Workload) -> Array:
+    """Tokens of a cycle and request as a whole measurement counts them, [S].
+
+    The accept length, less what a batch loses that ends with its slowest request (``model.wave``).
+    """
+    tau_S = accept_length_draws(predictor, knobs, workload)
+    kept = predictor.batch(knobs, workload).log_tau - float(np.log(tau_S).mean())
+    result: Array = tau_S * np.exp(kept)
+    return result
 
 
 def interval(values_S: Array) -> Interval:

@@ -20,7 +20,7 @@ from model.calibration import Calibration
 from model.compute import Constants
 from model.constants import as_mapping
 from model.intervals import Z90
-from model.step import StepModel, StepRows, expected_maximum, host_us
+from model.step import StepModel, StepRows, all_captured, expected_maximum
 
 Array = NDArray[Any]
 
@@ -149,12 +149,12 @@ def _phases(
         return _two_modes(step, "extend", r, c)
 
     def host(r: StepRows) -> tuple[Array, Array]:
-        sample, gap = host_us(r, c)
+        sample, gap = step.host_us(r, c)
         return sample + gap, sample + gap
 
     found: list[tuple[Sequence[Array], Callable[[StepRows], tuple[Array, Array]]]] = [
         ((rows.speculative, tokens, key, rows.numa, graphed), target),
-        ((rows.speculative,), host),
+        ((rows.speculative, rows.numa, all_captured(rows)), host),
     ]
     if step.draft is not None and rows.speculative.any():
         spec = rows.speculative

@@ -66,7 +66,7 @@ def chain_needs(
                 "speculation.draft_tokens": depth + 1,
             }
         )
-        moved = max(verify_ms + predictor.verify_ms(chain, workload).median - base, 0.0)
+        moved = max(verify_ms + (predictor.verify_ms(chain, workload).median - base), 0.0)
         found.append(_needs(predictor, chain, workload, plain_step_ms, moved))
     return tuple(found)
 
@@ -76,7 +76,9 @@ def _needs(
 ) -> ChainNeeds:
     terms = predictor.predict(chain, workload).terms_ms
     rest = _sum(term for name, term in terms.items() if not name.startswith("verify."))
-    tau_S = predictor.acceptance.accept_length_samples(chain.steps, 1, chain.steps + 1)
+    tau_S = predictor.acceptance.at(workload.concurrency).accept_length_samples(
+        chain.steps, 1, chain.steps + 1
+    )
     cycle_S = verify_ms + _draws(rest, len(tau_S))
     ratio_S = tau_S / cycle_S
     return ChainNeeds(

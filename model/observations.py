@@ -70,6 +70,8 @@ class AcceptanceCounts:
     accepted_by_depth: tuple[int, ...]
     #: [d-1][r]: the accepted node at depth d was its parent's r-th child; empty if unknown
     accepted_by_depth_rank: tuple[tuple[int, ...], ...] = ()
+    #: load level they were counted at: every level has prompts of its own; None: unknown
+    concurrency: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_verifies < 0:

@@ -24,9 +24,11 @@ from model.machine import Machine
 from model.many import CycleTimes, Spread, cycle_times, distinct, ends, log_sd
 from model.memory import USABLE, memory_use
 from model.observations import AcceptanceCounts, AcceptLength, Observation
+from model.servers import server_of
 from model.shapes import DraftShape, ModelShape
 from model.spec import CYCLE_TERMS, DECODE_TERMS, Inert, Interval, Knobs, Prediction, Workload
 from model.step import SUB_TERMS, StepModel, StepRows
+from model.wave import Wave, wave
 
 Array = NDArray[Any]
 
@@ -73,8 +75,9 @@ class Predictor:
 
     def __post_init__(self) -> None:
         collectives = _collectives(self.machine)
+        server = server_of(self.calibration.server, self.machine)
         object.__setattr__(
-            self, "_step", StepModel(self.target, self.draft, self.machine, collectives)
+            self, "_step", StepModel(self.target, self.draft, self.machine, collectives, server)
         )
 
     @property
@@ -102,10 +105,11 @@ class Predictor:
             for name in names
             for source in (_source(name),)
         }
-        tau_S = self._tau_samples(knobs)
-        log_tau = np.log(tau_S)
+        tree = (knobs.method, knobs.steps, knobs.topk, knobs.draft_tokens)
+        tau_S = self._tau_of_tree(tree, workload)
+        batch = self.batch(knobs, workload)
         times = cycle_times(self.step, self.calibration, rows)
-        cycle, speed = self._mixtures(times, log_tau.mean(), log_tau.std(), workload)
+        cycle, speed = self._mixtures(times, batch.log_tau, batch.log_sd, workload)
         memory, reasons = self._memory(rows, workload)
         reason = (
             self.target.head_problem(knobs.tp)
@@ -159,11 +163,11 @@ class Predictor:
         _, first_key, class_of_key = np.unique(classes, return_index=True, return_inverse=True)
         rows, tree = _rows_of_cells(array, cells, first_key[class_of_key], workload)
         times = cycle_times(self.step, self.calibration, rows)
-        tau_TS = np.stack([self._tau_of_tree(t) for t in array.trees])
-        log_tau = np.log(tau_TS)
-        cycle, speed = self._mixtures(
-            times, log_tau.mean(axis=1)[tree], log_tau.std(axis=1)[tree], workload
-        )
+        tau_TS = np.stack([self._tau_of_tree(t, workload) for t in array.trees])
+        batches = [self._wave(t, workload) for t in array.trees]
+        log_tau = np.array([batch.log_tau for batch in batches])
+        log_sd = np.array([batch.log_sd for batch in batches])
+        cycle, speed = self._mixtures(times, log_tau[tree], log_sd[tree], workload)
         memory, _ = self._memory(rows, workload, with_reason=False)
         feasible = memory * 2**30 <= self.step.device(1).memory_bytes * USABLE
         heads = np.array([self.target.head_problem(key.tp) is None for key in array.keys])
@@ -177,6 +181,11 @@ class Predictor:
             memory_gib=memory[inverse],
             feasible=feasible[inverse],
         )
+
+    def batch(self, knobs: Knobs, workload: Workload) -> Wave:
+        """Tokens of a cycle and request as a whole measurement of these knobs shows them."""
+        tree = (knobs.method, knobs.steps, knobs.topk, knobs.draft_tokens)
+        return self._wave(tree, workload)
 
     def updated(self, observations: Sequence[Observation]) -> "Predictor":
         """The predictor after these measurements: constants and acceptance both learn."""
@@ -242,13 +251,22 @@ class Predictor:
         speed = np.stack([slower[0], np.sqrt(slower[1] * faster[1]), faster[2]])
         return cycle, speed
 
-    def _tau_samples(self, knobs: Knobs) -> Array:
-        return self._tau_of_tree((knobs.method, knobs.steps, knobs.topk, knobs.draft_tokens))
-
-    def _tau_of_tree(self, tree: tuple[str, int, int, int]) -> Array:
+    def _tau_of_tree(self, tree: tuple[str, int, int, int], workload: Workload) -> Array:
         if tree == OFF:
             return np.ones(len(self.acceptance.samples))
-        return self.acceptance.accept_length_samples(*tree[1:])
+        return self.acceptance.at(workload.concurrency).accept_length_samples(*tree[1:])
+
+    def _wave(self, tree: tuple[str, int, int, int], workload: Workload) -> Wave:
+        """What a whole measurement of this tree shows as its accept length."""
+        return wave(
+            self._tau_of_tree(tree, workload),
+            tree[1],
+            requests=workload.concurrency,
+            # the prompt's forward gives the first token
+            tokens=workload.output_len - 1,
+            seen=workload.concurrency in self.acceptance.by_load,
+            waves=self.step.server.waves,
+        )
 
     def _memory(
         self, rows: StepRows, workload: Workload, *, with_reason: bool = True

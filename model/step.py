@@ -20,6 +20,7 @@ from model.collectives import CollectiveKey, CollectiveTimes, in_step_us
 from model.compute import Constants, Device, Forwards
 from model.machine import Machine
 from model.normal import ndtri
+from model.servers import GENERIC, KernelCounts, Server
 from model.shapes import DraftShape, ModelShape
 from model.spec import Knobs, Workload
 
@@ -28,8 +29,6 @@ Terms = Mapping[str, Array]
 Index = NDArray[np.intp]
 
 SUB_TERMS = ("attention", "moe", "allreduce", "head", "other")
-#: selection kernels of one draft step (top-k, gather, scores)
-KERNELS_SELECT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +89,11 @@ class StepModel:
     draft: DraftShape | None
     machine: Machine
     collectives: CollectiveTimes
+    server: Server = GENERIC
 
     def device(self, tp: float) -> Device:
         """What one of ``tp`` ranks computes on."""
-        return Device.of(self.machine, int(tp))
+        return Device.of(self.machine, int(tp), self.server)
 
     def target_terms_us(
         self,
@@ -134,7 +134,7 @@ class StepModel:
         tokens = np.where(rows.speculative, rows.draft_tokens, 1.0)
         graphed = np.where(rows.speculative, rows.graph_verify, rows.graph_decode)
         target = self.target_terms_us(rows, tokens, graphed, c, slow)
-        sample, gap = host_us(rows, c)
+        sample, gap = self.host_us(rows, c)
         terms = {f"target.{name}": value for name, value in target.items()}
         if self.draft is not None and rows.speculative.any():
             terms["draft"] = self.draft_us(rows, c, slow)
@@ -150,6 +150,11 @@ class StepModel:
         table = self.collectives.table_us(keys, sizes[pairs % sizes.size], c)
         tp = np.array([float(key.tp) for key in keys])
         result: Array = in_step_us(table, tp, c)[:, inverse]
+        return result
+
+    def _reduces_us(self, rows: StepRows, count: int, one: Array) -> Array:
+        """All all-reduces of a target forward; one rank only passes the marks around them."""
+        result: Array = np.where(rows.tp > 1, count * one, count * self.server.mark_us)
         return result
 
     def _gather(self, rows: StepRows, bytes_U: Array, c: Constants) -> Array:
@@ -173,6 +178,22 @@ class StepModel:
                     tokens * self.draft.draft_vocab * width_draft,
                 }
         return sorted(sizes)
+
+    def host_us(self, rows: StepRows, c: Constants) -> tuple[Array, Array]:
+        """(sampling, host gap) of a step, us [D, U].
+
+        Where some phase is launched kernel by kernel, the host also takes part between cycles and
+        launches the sampling; on a CPU nothing is ever captured and the constants say it all.
+        """
+        speculative = np.where(rows.speculative, c["host_gap_spec_us"], 0.0)
+        gap = c["host_gap_us"] + speculative + c["host_gap_request_us"] * rows.requests
+        sample = np.broadcast_to(c["sample_us"], gap.shape).copy()
+        if self.device(1).is_gpu:
+            eager = ~all_captured(rows)
+            gap = gap + np.where(eager, c["eager_gap_us"], 0.0)
+            launch, _ = launch_us(rows, c, False)
+            sample = sample + np.where(eager, self.server.kernels.sample * launch, 0.0)
+        return sample, gap
 
     def reduce_us(self, knobs: Knobs, size_bytes: float, c: Constants) -> float:
         """One all-reduce of these knobs inside a step at the first constant vector, us."""
@@ -224,9 +245,9 @@ class StepModel:
         one = self._allreduce(rows, rows_bytes, c)
         gather = self._gather(rows, rows_bytes * shape.vocab / shape.hidden, c)
         launch, collective = launch_us(rows, c, False)
-        host = sum(compute.kernel_counts(shape).values()) * launch
+        host = sum(compute.kernel_counts(shape, device.kernels).values()) * launch
         host = host + np.where(rows.tp > 1, (count + 1) * collective, 0.0)
-        return forward + count * one + gather, host
+        return forward + self._reduces_us(rows, count, one) + gather, host
 
     def target_parts(
         self, rows: StepRows, tokens_U: Array, tp: float, c: Constants, slow: bool
@@ -243,11 +264,11 @@ class StepModel:
         device_us = {
             "attention": compute.attention_us(shape, f, device, c),
             "moe": compute.moe_us(shape, f, device, c),
-            "allreduce": count * one,
+            "allreduce": self._reduces_us(rows, count, one),
             "head": compute.head_us(shape, f, device, c) + gather,
             "other": compute.other_us(shape, f, device, c),
         }
-        kernels = compute.kernel_counts(shape)
+        kernels = compute.kernel_counts(shape, device.kernels)
         launch, collective = launch_us(rows, c, slow)
         host = {name: kernels[name] * launch for name in kernels}
         host["allreduce"] = np.where(rows.tp > 1, count * collective, 0.0)
@@ -259,14 +280,16 @@ class StepModel:
         forwards = np.maximum(rows.steps - 1.0, 0.0)
         device_us = forwards * self._draft_forward(rows, rows.topk, tp, c)
         device_us = device_us + rows.steps * c["draft_step_us"]
-        device_us = device_us + np.where(rows.topk > 1, c["tree_us"], 0.0)
+        tree = c["tree_us"] + rows.steps * c["tree_step_us"]
+        device_us = device_us + np.where(rows.topk > 1, tree, 0.0)
         launch, _ = launch_us(rows, c, slow)
-        host = forwards * self._draft_host(rows, c, slow) + rows.steps * KERNELS_SELECT * launch
+        select = rows.steps * self.server.kernels.select * launch
+        host = forwards * self._draft_host(rows, c, slow) + select
         return PhaseParts({"draft": device_us}, {"draft": host})
 
     def extend_parts(self, rows: StepRows, tp: float, c: Constants, slow: bool) -> "PhaseParts":
         """Work of the draft-extend forward."""
-        device_us = self._draft_forward(rows, rows.steps + 1.0, tp, c)
+        device_us = self._draft_forward(rows, rows.steps + 1.0, tp, c) + c["extend_us"]
         return PhaseParts({"extend": device_us}, {"extend": self._draft_host(rows, c, slow)})
 
     def _target(
@@ -289,8 +312,9 @@ class StepModel:
         """Device time of one draft forward with its all-reduces."""
         draft = self.draft
         assert draft is not None
+        split = np.ones_like(rows.tp) if self.server.whole_draft else rows.tp
         f = Forwards(
-            tokens_per_request=tokens_U, requests=rows.requests, context=rows.context, tp=rows.tp
+            tokens_per_request=tokens_U, requests=rows.requests, context=rows.context, tp=split
         )
         width = 4 if draft.weight_format == "fp32" else 2
         one = self._allreduce(rows, f.tokens * draft.hidden * width, c)
@@ -304,8 +328,10 @@ class StepModel:
         """Host time to launch one draft forward."""
         assert self.draft is not None
         launch, collective = launch_us(rows, c, slow)
-        kernels = self.draft.layers * compute.KERNELS_DRAFT + compute.KERNELS_HEAD
-        collectives = np.where(rows.tp > 1, 2 * self.draft.layers + 2, 0)
+        kernels = draft_kernels(self.draft, self.server.kernels)
+        # a whole draft hands its tokens on, once
+        reduces = 1 if self.server.whole_draft else 2 * self.draft.layers + 2
+        collectives = np.where(rows.tp > 1, reduces, 0)
         result: Array = kernels * launch + collectives * collective
         return result
 
@@ -325,11 +351,16 @@ def launch_us(rows: StepRows, c: Constants, slow: bool) -> tuple[Array, Array]:
     return c["launch_us"] * factor, c["collective_launch_us"] * factor
 
 
-def host_us(rows: StepRows, c: Constants) -> tuple[Array, Array]:
-    """(sampling, host gap) of a step, us [D, U]."""
-    speculative = np.where(rows.speculative, c["host_gap_spec_us"], 0.0)
-    gap = c["host_gap_us"] + speculative + c["host_gap_request_us"] * rows.requests
-    return np.broadcast_to(c["sample_us"], gap.shape).copy(), gap
+def draft_kernels(draft: DraftShape, kernels: KernelCounts) -> int:
+    """Kernels of one draft forward, its head included."""
+    return draft.layers * kernels.draft + kernels.head
+
+
+def all_captured(rows: StepRows) -> NDArray[np.bool_]:
+    """Whether every phase of each row's cycle is a graph, [U]: a host may queue such cycles."""
+    # a cycle of one step has no draft forward of its own, but its selection is captured with it
+    whole = rows.graph_draft & rows.graph_verify & rows.graph_extend
+    return np.where(rows.speculative, whole, rows.graph_decode)
 
 
 def elapsed(

@@ -12,7 +12,7 @@ from model.collectives import ASSUMED_NCCL_VERSION, CollectiveKey
 from model.constants import as_mapping
 from model.nccl.settings import NcclSettings
 from model.spec import Interval, Knobs, Workload
-from model.step import KERNELS_SELECT, PhaseParts, StepModel, StepRows, launch_us
+from model.step import PhaseParts, StepModel, StepRows, draft_kernels, launch_us
 from model.step_sim import CollectiveCache, CycleResult, HostModel, Op, Phase, simulate_cycle
 
 #: a draft whose collectives cost less than this share of a split one's is not split
@@ -54,13 +54,14 @@ def phases_of(
             reduce_us *= calibration["draft_reduce_factor"]
             # a draft kept whole on every rank has no collectives at all
             split = calibration["draft_reduce_factor"] >= _SPLIT_DRAFT
-            reduces = 2 * step.draft.layers + 2 if split else 0
+            whole = 1 if step.server.whole_draft else 0
+            reduces = 2 * step.draft.layers + 2 if split and not whole else whole
             shape = _DraftPhase(
                 name=phase,
                 forwards=forwards,
-                kernels=step.draft.layers * compute.KERNELS_DRAFT + compute.KERNELS_HEAD,
+                kernels=draft_kernels(step.draft, step.server.kernels),
                 reduces=reduces if knobs.tp > 1 else 0,
-                selects=KERNELS_SELECT * knobs.steps if phase == "draft" else 0,
+                selects=step.server.kernels.select * knobs.steps if phase == "draft" else 0,
                 size_bytes=draft_bytes,
             )
             ops = shape.ops(_values(parts)[phase], reduce_us, launch, collective)
@@ -90,10 +91,9 @@ def simulate_knobs(
     if collectives is None and knobs.tp > 1:
         collectives = simulated_collectives(step, calibration, knobs)
     phases = phases_of(step, calibration, knobs, workload)
-    spec = knobs.method != "off"
-    gap = calibration["host_gap_us"] + calibration["sample_us"]
-    gap += calibration["host_gap_request_us"] * workload.concurrency
-    gap += calibration["host_gap_spec_us"] if spec else 0.0
+    rows = StepRows.of([knobs], [workload])
+    sample, between = step.host_us(rows, as_mapping(calibration.constants, calibration.x[None]))
+    gap = float(sample[0, 0] + between[0, 0])
     host = host_model(calibration)
     runs = [simulate_cycle(phases, knobs.tp, host, seed, collectives, gap) for seed in range(seeds)]
     low, median, high = np.quantile([run.total_us / 1e3 for run in runs], [0.05, 0.5, 0.95])
@@ -150,8 +150,9 @@ def _target_ops(
 ) -> Iterator[Op]:
     shape = step.target
     prefix = "verify" if speculative else "decode"
-    counts = compute.kernel_counts(shape)
-    each = {name: device_us[name] / counts[name] for name in counts}
+    made = step.server.kernels
+    counts = compute.kernel_counts(shape, made)
+    each = {name: device_us[name] / max(counts[name], 1) for name in counts}
     reduce_us = device_us["allreduce"] / (shape.allreduces_per_forward + 1)
 
     def kernels(name: str, count: int) -> list[Op]:
@@ -160,14 +161,16 @@ def _target_ops(
     def reduce() -> list[Op]:
         return [Op(f"{prefix}.allreduce", reduce_us, collective, size)] if tp > 1 else []
 
-    yield from (*kernels("other", 2), *reduce())
-    moe = compute.KERNELS_MOE + (compute.KERNELS_SHARED if shape.shared_intermediate else 0)
+    yield from (*kernels("other", made.once), *reduce())
+    moe = made.moe + (made.shared if shape.shared_intermediate else 0)
     for layer in range(shape.layers):
-        yield from (*kernels("other", 1), *kernels("attention", compute.kernels_attention(shape)))
-        yield from (*reduce(), *kernels("other", compute.KERNELS_OTHER - 1))
-        yield from kernels("moe", compute.KERNELS_DENSE if layer < shape.dense_layers else moe)
+        before = min(made.other, 1)
+        attention = compute.kernels_attention(shape, made)
+        yield from (*kernels("other", before), *kernels("attention", attention))
+        yield from (*reduce(), *kernels("other", made.other - before))
+        yield from kernels("moe", made.dense if layer < shape.dense_layers else moe)
         yield from reduce()
-    yield from kernels("head", compute.KERNELS_HEAD)
+    yield from kernels("head", made.head)
     if tp > 1:
         yield Op(f"{prefix}.head", 0.0, collective)
 

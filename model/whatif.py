@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.draws import (
-    accept_length_draws,
     cycle_draws,
     interval,
     most_saved,
     spread,
     term_draws,
+    tokens_per_cycle_draws,
 )
 from model.predictor import Predictor
 from model.spec import Interval, Knobs, Scalar, Workload
@@ -96,7 +96,11 @@ def speedups(
     cycles_US = cycle_draws(predictor, [knobs, plain(knobs)], [workload] * 2)
     cycle_S = cycles_US[0] if cycle_ms is None else cycle_ms
     step_S = cycles_US[1] if plain_step_ms is None else plain_step_ms
-    tau_S = accept_length_draws(predictor, knobs) if accept_length is None else accept_length
+    tau_S: NDArray[Any] | float = (
+        tokens_per_cycle_draws(predictor, knobs, workload)
+        if accept_length is None
+        else accept_length
+    )
     return np.broadcast_to(tau_S * step_S / cycle_S, cycles_US[0].shape)
 
 

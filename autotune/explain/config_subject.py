@@ -29,9 +29,10 @@ _INPUT_LEN, _OUTPUT_LEN = 1000, 256
 
 def study_file_subjects(path: Path, concurrency: int | None) -> list[Subject]:
     """The best predicted knobs of a study file at each level (or at one), baseline beside it."""
-    study = load_study(path).study
+    loaded = load_study(path)
+    study = loaded.study
     machine = study_machine(study)
-    predictor = study_predictor(study, machine)
+    predictor = study_predictor(study, machine, loaded.base_dir)
     workloads = study_workloads(study)
     space = build_space(study.space, machine, predictor.target.head_problem)
     pool = space.sample(_RANKED, study.seed)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.draws import accept_length_draws, cycle_draws, interval
+from model.draws import accept_length_draws, cycle_draws, interval, tokens_per_cycle_draws
 from model.predictor import Predictor
 from model.spec import Interval, Knobs, Workload
 from model.step import SUB_TERMS
@@ -40,9 +40,10 @@ def gains(
     everything = [base, *others]
     if predictor.draft is None and any(k.method != "off" for k in everything):
         raise ValueError("speculation needs a draft model")
-    tau_US = np.stack([accept_length_draws(predictor, k) for k in everything])
+    tau_US = np.stack([accept_length_draws(predictor, k, workload) for k in everything])
+    made_US = np.stack([tokens_per_cycle_draws(predictor, k, workload) for k in everything])
     cycle_US = cycle_draws(predictor, everything, [workload] * len(everything))
-    ratio_US = (tau_US / tau_US[0]) * (cycle_US[0] / cycle_US)
+    ratio_US = (made_US / made_US[0]) * (cycle_US[0] / cycle_US)
     change_US = cycle_US - cycle_US[0]
     found = []
     for index, knobs in enumerate(others, start=1):
@@ -65,7 +66,7 @@ def step_ratio(
 ) -> tuple[Interval, Interval]:
     """(tokens/s, cycle time) of ``second`` over ``first``; each with its own workload."""
     pairs = [first, second]
-    tau_US = np.stack([accept_length_draws(predictor, knobs) for knobs, _ in pairs])
+    tau_US = np.stack([tokens_per_cycle_draws(predictor, k, w) for k, w in pairs])
     cycle_US = cycle_draws(predictor, [k for k, _ in pairs], [w for _, w in pairs])
     requests = second[1].concurrency / first[1].concurrency
     cycle = cycle_US[1] / cycle_US[0]

@@ -12,6 +12,7 @@ from autotune.errors import UserError
 from autotune.modelling import StudyModel, draft_shape, target_shape
 from autotune.records import Acceptance
 from autotune.schemas import Study
+from autotune.served import server_name
 from autotune.store import codec
 from autotune.store.store import Store
 from autotune.store.tables import CALIBRATION, MEASUREMENT, PREDICTION
@@ -134,14 +135,14 @@ def open_study(store: Store, name: str | None) -> StudyContext:
     )
 
 
-def study_predictor(study: Study, machine: Machine) -> Predictor:
+def study_predictor(study: Study, machine: Machine, base_dir: Path) -> Predictor:
     """The model of a study file before any measurement."""
     target = target_shape(study)
     return Predictor(
         target,
         draft_shape(study, target),
         machine,
-        default_calibration(machine),
+        default_calibration(machine, server_name(study, base_dir)),
         AcceptanceModel.prior(),
     )
 
@@ -185,7 +186,8 @@ def _calibration(
     )
     with store.reading() as session:
         record = session.scalar(query)
-    default = default_calibration(machine)
+    server = server_name(study, view.base_dir)
+    default = default_calibration(machine, server)
     if record is None:
         return default, ("nothing was calibrated yet: predictions use the machine's priors",)
     try:
@@ -194,7 +196,7 @@ def _calibration(
         found = None
     if found is None or found.names != default.names:
         # its constants mean nothing to this model, but the measurements do
-        again = StudyModel(study, machine, view.workloads).refit(store, study_id)
+        again = StudyModel(study, machine, view.workloads, server).refit(store, study_id)
         return again, (
             "the stored calibration is of another version of the model: made again from the stored "
             "measurements",

@@ -135,8 +135,9 @@ def test_the_story_is_answered_in_numbers() -> None:
     s = story()
     assert s.plain.low <= 12.0 <= s.plain.high
     assert (s.plain.high - s.plain.low) / 2 <= 0.30 * s.plain.median
-    # tuning NCCL wins less than a third of the 17 ms; launching one by one can cost them all
-    assert s.unexplained_by_settings_ms > 17 * 2 / 3
+    # tuning NCCL wins less than two fifths of the 17 ms (6.0 ms at the upper end with 16 times
+    # the draws, +-0.3 with these); launching one by one can cost them all
+    assert s.unexplained_by_settings_ms > 17 * 3 / 5
     assert s.eager_adds.low <= 17.0 <= s.eager_adds.high
     assert s.eager_verify.low <= 19.0 <= s.eager_verify.high
     assert s.eager_verify.low <= 29.0 <= s.eager_verify.high

@@ -127,7 +127,8 @@ def measurements(
         }
         cycle = sum(terms.values())
         length = prediction.accept_length.median
-        speed = level * 1e3 * length / cycle
+        # a batch ends with its slowest request, as the model has it
+        speed = prediction.tokens_per_s.median * prediction.cycle_ms.median / cycle
         if speeds is not None:
             cycle *= speed / speeds[repeat % len(speeds)]
             speed = speeds[repeat % len(speeds)]

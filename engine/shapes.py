@@ -236,6 +236,8 @@ def draft_shape(config_json: Path, target: TargetShape) -> DraftShape:
 
 def random_draft_shape(target: TargetShape, draft_vocab: int | None) -> DraftShape:
     """A head of the target's width with the customary 32,000-token draft vocabulary or less."""
+    if draft_vocab is not None and draft_vocab > target.vocab:
+        raise invalid(f"draft.vocab {draft_vocab} is above the target's vocab_size {target.vocab}")
     vocab = min(draft_vocab or 32_000, target.vocab)
     return DraftShape(
         vocab=target.vocab,

@@ -20,6 +20,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from engine.build import resolve
+from engine.config import DraftSpec, LaunchConfig, TargetSpec
 from engine.errors import EngineError
 from engine.executor import Order
 from engine.timing import NoTimer
@@ -266,3 +268,9 @@ def test_an_end_token_that_is_none_is_refused(
     _configure(tmp_path, {"eos_token_id": eos})
     message = "eos_token_id must be a token or a list of them"
     assert message in _refused(local, tmp_path)
+
+
+def test_a_random_head_of_more_tokens_than_its_target_is_refused(plain: Path) -> None:
+    target, draft = TargetSpec(path=str(plain)), DraftSpec(weights="random", vocab=152)
+    with pytest.raises(EngineError, match=r"draft.vocab 152 is above the target's vocab_size 151"):
+        resolve(LaunchConfig(target=target, draft=draft, max_context=32))

@@ -1,6 +1,7 @@
 """Workers that die, hang or run out of memory become one error; nothing outlives the parent."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import engine.supervisor
 from engine.api import Engine
 from engine.config import Collectives, LaunchConfig, Nccl, SpeculationConfig, TargetSpec
 from engine.errors import EngineError
@@ -122,6 +124,39 @@ def test_too_large_a_cache_is_out_of_memory_at_start(config: Callable[..., Launc
     assert "ran out of memory" in caught.value.message
 
 
+def test_a_host_out_of_processes_is_one_line_and_leaves_none_behind(
+    config: Callable[..., LaunchConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def spawn(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        if started:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(_popen(*args, **kwargs))
+        return started[0]
+
+    _popen = subprocess.Popen
+    monkeypatch.setattr(engine.supervisor.subprocess, "Popen", spawn)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(EngineError) as caught:
+        Engine(config())
+    assert (caught.value.kind, caught.value.stage) == ("crash", "start")
+    assert caught.value.message.startswith(
+        "2 worker processes cannot be started on this host: Resource temporarily unavailable; "
+    )
+    assert len(started) == 1
+    _wait_gone([started[0].pid])
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_kernels_on_a_cpu_are_refused(
+    config: Callable[..., LaunchConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(EngineError, match="ops 'triton' on device 'cpu': kernels need a GPU"):
+        Engine(config(ops="triton"))
+
+
 def test_a_gpu_asked_for_and_not_there_is_one_line(config: Callable[..., LaunchConfig]) -> None:
     import torch
 
@@ -138,6 +173,9 @@ def test_a_wrong_request_leaves_the_engine_usable(config: Callable[..., LaunchCo
         (Request(prompt_ids=(), max_new_tokens=3), "0 prompt tokens and 3 new tokens"),
         (Request(prompt_ids=(64,), max_new_tokens=3), "token 64 is outside the vocabulary of 64"),
         (Request(prompt_ids=(1,), max_new_tokens=3, temperature=-1.0), "temperature -1.0"),
+        (Request(prompt_ids=(1,), max_new_tokens=3, temperature=float("inf")), "temperature inf"),
+        (Request(prompt_ids=(1,), max_new_tokens=3, temperature=math.inf), "temperature inf"),
+        (Request(prompt_ids=(1,), max_new_tokens=3, seed=-1), "seed -1 must be 0 or more"),
     ]
     chain = SpeculationConfig(method="eagle3", steps=2, topk=1)
     with Engine(config(tp=1, max_context=100)) as engine:

@@ -66,7 +66,7 @@ class Claims:
 
     def trial(self, trial_id: int) -> TrialView:
         """A trial of the study by its id."""
-        return next(t for t in self._store.trials(self._study_id) if t.id == trial_id)
+        return self._store.trial(trial_id)
 
     def is_orphan(self, trial: TrialView) -> bool:
         """Whether the worker of a trial ended without finishing it."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from autotune.statistics import Summary, summarise
 from autotune.store.store import Store
@@ -33,7 +33,7 @@ class KnobsResult:
             values = self.values(concurrency, metric)
             if not values:
                 return None
-            self._summaries[key] = summarise(values, seed=concurrency)
+            self._summaries[key] = _summary(tuple(values), concurrency)
         return self._summaries[key]
 
     def values(self, concurrency: int, metric: str = "tokens_per_s") -> list[float]:
@@ -143,3 +143,9 @@ class History:
             row.metric(metric) for row in rows if row.repeat >= 0 and row.concurrency == concurrency
         )
         return [value for value in values if value is not None]
+
+
+@lru_cache(maxsize=4096)
+def _summary(values: tuple[float, ...], seed: int) -> Summary:
+    """A search asks for the intervals of everything measured before each trial."""
+    return summarise(values, seed=seed)

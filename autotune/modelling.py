@@ -5,7 +5,6 @@ from decomposed observables: times of terms and acceptance counts, never tokens/
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,15 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autotune.errors import UserError
-from autotune.history import History
-from autotune.records import Measurement
+from autotune.observing import Observed, Observer
 from autotune.schemas import ModelRef, Study
 from autotune.store.store import Store
-from autotune.store.views import TrialView
 from model.acceptance import AcceptanceModel
 from model.calibration import Calibration, default_calibration
+from model.knobs_array import KnobsArray
 from model.machine import Machine
-from model.observations import AcceptanceCounts, ExpertsObservation, TermObservation
 from model.predictor import Predictor
 from model.shapes import DraftShape, ModelShape
 from model.spec import Knobs, Prediction, Workload
@@ -31,30 +28,41 @@ if TYPE_CHECKING:
 
 #: a 90 % interval is this many standard deviations wide
 _SIGMAS_OF_90 = 2 * 1.6449
-#: what a single repeat's term is believed to, at best
-_MIN_REL_SD = 0.02
-#: the experts of one cycle speak for all cycles within this
-_EXPERTS_REL_SD = 0.1
+#: finished trials up to which the model is fitted after each
+_FIT_EACH = 24
 
 
 class StudyModel:
     """Predictions of one study and the calibration behind them."""
 
-    def __init__(self, study: Study, machine: Machine, workloads: Mapping[int, Workload]) -> None:
-        """Raises ``UserError`` when the target or draft has no usable config.json."""
-        self._study = study
+    def __init__(
+        self,
+        study: Study,
+        machine: Machine,
+        workloads: Mapping[int, Workload],
+        server: str = "generic",
+    ) -> None:
+        """Raises ``UserError`` when the target or draft has no usable config.json.
+
+        ``server``: whose numbers are predicted, see ``autotune.served``.
+        """
+        self._study, self._server = study, server
         self._machine = machine
         self.workloads = dict(workloads)
         self.target = target_shape(study)
         self.draft = draft_shape(study, self.target)
         self._prior = AcceptanceModel.prior()
         self.predictor = Predictor(
-            self.target, self.draft, machine, default_calibration(machine), self._prior
+            self.target, self.draft, machine, default_calibration(machine, server), self._prior
         )
+        self._observer = Observer(self.target, workloads)
         #: trials whose observations the present calibration holds
         self._learnt: set[int] = set()
         #: GiB a GPU that measured configurations took beyond what was predicted, their median
         self._memory_excess_gib = 0.0
+        #: the last forecast and what it was made for: a search asks for its whole pool each trial
+        self._forecast: tuple[Sequence[Knobs], Predictor, Forecast] | None = None
+        self._array: tuple[Sequence[Knobs], KnobsArray] | None = None
 
     @property
     def calibration(self) -> Calibration:
@@ -70,12 +78,22 @@ class StudyModel:
 
     def forecast(self, knobs: Sequence[Knobs]) -> "Forecast":
         """Speed of many knobs at every level; see ``autotune.search``."""
+        last = self._forecast
+        if last is None or last[0] is not knobs or last[1] is not self.predictor:
+            last = knobs, self.predictor, self._forecast_of(knobs)
+            self._forecast = last
+        return last[2]
+
+    def _forecast_of(self, knobs: Sequence[Knobs]) -> "Forecast":
+        if self._array is None or self._array[0] is not knobs:
+            self._array = knobs, KnobsArray.of(knobs)
+        array = self._array[1]
         log_speed, log_sd = {}, {}
         feasible = np.ones(len(knobs), dtype=bool)
         memory_gib = np.zeros(len(knobs))
         limit_gib = self._study.constraints.max_memory_gib
         for level, workload in self.workloads.items():
-            many = self.predictor.predict_many(knobs, workload)
+            many = self.predictor.predict_many(array, workload)
             low, median, high = np.log(np.maximum(many.tokens_per_s_quantiles, 1e-9))
             log_speed[level] = median
             log_sd[level] = np.maximum((high - low) / _SIGMAS_OF_90, 0.01)
@@ -94,143 +112,65 @@ class StudyModel:
             limit_gib=limit_gib,
         )
 
-    def learn(self, store: Store, study_id: int) -> Calibration:
-        """Refit on every finished trial of the study and store the calibration.
+    def learn(self, store: Store, study_id: int, *, every: bool = False) -> Calibration:
+        """Refit on finished trials of the study and store the calibration.
 
-        The fit starts from the prior each time and takes all trials, so it does not depend on
-        their order, and workers that share a study arrive at the same constants.
+        The fit starts from the prior each time and takes the first ``fitted_trials`` trials (all
+        with ``every``), so it does not depend on the order they ended in, and workers that share a
+        study arrive at the same constants.
         """
-        self.refit(store, study_id)
+        self.refit(store, study_id, every=every)
         self._keep(store, study_id)
         return self.calibration
 
-    def refit(self, store: Store, study_id: int) -> Calibration:
-        """As ``learn``, but nothing is stored."""
-        history = History.read(store, study_id)
-        finished = [trial for trial in history.trials if trial.state == "complete"]
-        wanted = {trial.id for trial in finished}
+    def refit(self, store: Store, study_id: int, *, every: bool = True) -> Calibration:
+        """As ``learn``, but nothing is stored, and all trials are taken."""
+        finished = [trial for trial in store.trials(study_id) if trial.state == "complete"]
+        taken = finished if every else finished[: fitted_trials(len(finished))]
+        wanted = {trial.id for trial in taken}
         if wanted and wanted != self._learnt:
-            records = store.measurements(sorted(wanted))
-            self._refit(finished, records)
+            self._refit(self._observer.observed(store, taken))
             self._learnt = wanted
         return self.calibration
 
     def _keep(self, store: Store, study_id: int) -> None:
-        stored = store.calibrations(study_id)
-        newest = stored[-1].get("id") if stored else None
+        newest = store.newest_calibration_id(study_id)
         if newest != self.calibration.id:
             record = {**self.calibration.to_dict(), "id": self.calibration.id, "parent": newest}
             store.add_calibration(study_id, self.calibration.id, newest, record)
 
-    def _refit(self, trials: Sequence[TrialView], records: Sequence[Measurement]) -> None:
+    def _refit(self, told: Observed) -> None:
         from model.calibrate import calibrate
 
-        by_number = {trial.number: trial for trial in trials}
-        counts: list[AcceptanceCounts] = []
-        observations: list[TermObservation | ExpertsObservation] = []
-        excess_gib: list[float] = []
-        groups: dict[tuple[int, int], list[Measurement]] = {}
-        for record in records:
-            if record.trial in by_number and record.repeat >= 0 and record.failure is None:
-                groups.setdefault((record.trial, record.concurrency), []).append(record)
-        for (number, level), repeats in groups.items():
-            knobs = by_number[number].knobs
-            observations.extend(_term_observations(knobs, self.workloads[level], repeats))
-            observations.extend(_experts_observation(self.target, knobs, level, repeats))
-            if level == max(self.workloads):
-                excess_gib.extend(self._memory_excess(knobs, level, repeats))
-            counts.extend(_acceptance_counts(knobs, repeats))
-        self._memory_excess_gib = float(np.median(excess_gib)) if excess_gib else 0.0
-        acceptance = self._prior.update(counts) if counts else self._prior
-        base = Predictor(
-            self.target, self.draft, self._machine, default_calibration(self._machine), acceptance
-        )
-        calibration = calibrate(base.calibration, observations, base.step)
+        self._memory_excess_gib = self._excess_gib(told.memory_gib)
+        acceptance = self._prior.update(told.counts) if told.counts else self._prior
+        prior = default_calibration(self._machine, self._server)
+        base = Predictor(self.target, self.draft, self._machine, prior, acceptance)
+        calibration = calibrate(base.calibration, told.observations, base.step)
         self.predictor = Predictor(self.target, self.draft, self._machine, calibration, acceptance)
 
-    def _memory_excess(
-        self, knobs: Knobs, level: int, repeats: Sequence[Measurement]
-    ) -> list[float]:
-        """Measured minus predicted GiB of the fullest GPU; empty where nothing was measured."""
-        taken = [r.memory_gib for r in repeats if r.memory_gib is not None]
-        if not taken:
-            return []
-        predicted = self.predictor.predict(knobs, self.workloads[level]).memory_gib_per_gpu
-        return [max(taken) - predicted]
+    def _excess_gib(self, measured: Sequence[tuple[Knobs, float]]) -> float:
+        """Measured minus predicted GiB of the fullest GPU, the median of all trials."""
+        if not measured:
+            return 0.0
+        workload = self.workloads[max(self.workloads)]
+        # sizes alone decide it, no constant that is fitted
+        predicted = self.predictor.predict_many([knobs for knobs, _ in measured], workload)
+        taken = np.array([gib for _, gib in measured])
+        return float(np.median(taken - predicted.memory_gib))
 
 
-def _experts_observation(
-    target: ModelShape, knobs: Knobs, level: int, repeats: Sequence[Measurement]
-) -> list[ExpertsObservation]:
-    """Distinct experts of a layer, mean over the repeats that counted them."""
-    counted = [r.distinct_experts for r in repeats if r.distinct_experts is not None]
-    if not counted or target.experts_per_token < 1:
-        return []
-    tokens = 1 if knobs.method == "off" else knobs.draft_tokens
-    distinct = float(np.mean(counted))
-    most = min(target.experts, tokens * level * target.experts_per_token)
-    # a batch padded to a captured size reads experts for its padding too: not this load's count
-    if not target.experts_per_token <= distinct <= most:
-        return []
-    return [
-        ExpertsObservation(
-            tokens_per_request=tokens,
-            requests=level,
-            experts=target.experts,
-            experts_per_token=target.experts_per_token,
-            distinct=distinct,
-            rel_sd=_EXPERTS_REL_SD / math.sqrt(len(counted)),
-            source=f"trial {repeats[0].trial}, concurrency {level}",
-        )
-    ]
+def fitted_trials(num_finished: int) -> int:
+    """How many of the finished trials the model is fitted to: all of them while they are few.
 
-
-def _term_observations(
-    knobs: Knobs, workload: Workload, repeats: Sequence[Measurement]
-) -> list[TermObservation]:
-    """Median of each term over the repeats, with its standard error."""
-    found: list[TermObservation] = []
-    names = {name for repeat in repeats for name, value in repeat.terms_ms.items() if value > 0}
-    series = {name: [r.terms_ms[name] for r in repeats if name in r.terms_ms] for name in names}
-    if not series:
-        series = {"cycle": [r.cycle_ms for r in repeats if r.cycle_ms]}
-    for term, values in series.items():
-        if not values or np.median(values) <= 0:
-            continue
-        centre = float(np.median(values))
-        error = float(np.std(values)) / centre / math.sqrt(len(values))
-        source = f"trial {repeats[0].trial}, concurrency {workload.concurrency}"
-        found.append(
-            TermObservation(
-                knobs=knobs,
-                workload=workload,
-                term=term,
-                value_ms=centre,
-                rel_sd=max(error, _MIN_REL_SD),
-                source=source,
-            )
-        )
-    return found
-
-
-def _acceptance_counts(knobs: Knobs, repeats: Sequence[Measurement]) -> list[AcceptanceCounts]:
-    """Counts of one repeat: greedy repeats of the same prompts accept the same tokens."""
-    if knobs.method == "off":
-        return []
-    for repeat in repeats:
-        counts = repeat.acceptance
-        if counts is not None and counts.num_verifies > 0:
-            return [
-                AcceptanceCounts(
-                    steps=knobs.steps,
-                    topk=knobs.topk,
-                    draft_tokens=knobs.draft_tokens,
-                    num_verifies=counts.num_verifies,
-                    accepted_by_depth=counts.accepted_by_depth,
-                    accepted_by_depth_rank=counts.accepted_by_depth_rank,
-                )
-            ]
-    return []
+    Each of the first trials teaches it much; later a refit waits until the trials have grown by a
+    twelfth, so that a study of hundreds does not spend its time on refits. The search corrects the
+    model by every single measurement in any case (``autotune.residual``).
+    """
+    fitted = min(num_finished, _FIT_EACH)
+    while (grown := fitted + max(1, fitted // 12)) <= num_finished:
+        fitted = grown
+    return fitted
 
 
 def config_folder(ref: ModelRef) -> Path:

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.columns import Columns, Mask
 from autotune.history import History, KnobsResult
 from autotune.residual import Belief, believe, encode
 from autotune.space import Params, Space
@@ -99,7 +100,7 @@ class Search:
     #: unmeasured candidates that the last proposal left out: memory or constraints
     num_infeasible: int = field(default=0, init=False)
     _why_infeasible: str = field(default="", init=False)
-    _ids: list[str] = field(init=False)
+    _columns: Columns = field(init=False)
     _row: dict[str, int] = field(init=False)
     _groups: NDArray[np.str_] = field(init=False)
 
@@ -114,8 +115,8 @@ class Search:
                     pool.append(knobs)
         self.pool = pool
         self.features = encode(pool)
-        self._ids = [knobs.id for knobs in pool]
-        self._row = {knobs_id: row for row, knobs_id in enumerate(self._ids)}
+        self._columns = Columns(pool)
+        self._row = {knobs.id: row for row, knobs in enumerate(pool)}
         self._groups = np.array([self.group_of(knobs) for knobs in pool])
 
     def propose(
@@ -180,8 +181,8 @@ class Search:
     def _usable(
         self, measured: Iterable[str], open_group: str | None, may_open: bool
     ) -> NDArray[np.bool_]:
-        taken = set(measured)
-        usable = np.array([knobs_id not in taken for knobs_id in self._ids], dtype=bool)
+        usable = np.ones(len(self.pool), dtype=bool)
+        usable[[self._row[knobs_id] for knobs_id in measured if knobs_id in self._row]] = False
         if not may_open:
             usable &= self._groups == open_group
         return usable
@@ -200,8 +201,7 @@ class Search:
         plans = [("screening: the model's best", score)]
         allowed = np.where(forecast.feasible, score, -np.inf)
         top = self.pool[int(np.argmax(allowed))]
-        for name, want in _switches(top):
-            fits = np.array([want(knobs) for knobs in self.pool], dtype=bool)
+        for name, fits in _switches(top, self._columns):
             if fits.any():
                 plans.append((f"screening: {name}", np.where(fits, score, -np.inf)))
         finished = {trial.origin for trial in history.of_role("search")}
@@ -221,12 +221,8 @@ class Search:
         row = self._row.get(wanted.id)
         if row is not None and usable[row]:
             return Proposal(wanted, "search", "Optuna TPE")
-        values = wanted.values()
         rows = np.flatnonzero(usable)
-        differing = [
-            sum(value != values.get(name) for name, value in self.pool[int(row)].values().items())
-            for row in rows
-        ]
+        differing = self._columns.num_differing(wanted.values())[rows]
         nearest = self.pool[int(rows[int(np.argmin(differing))])]
         return Proposal(nearest, "search", "Optuna TPE, nearest possible and unmeasured")
 
@@ -302,45 +298,33 @@ class Search:
         return total
 
 
-def _switches(top: Knobs) -> list[tuple[str, Callable[[Knobs], bool]]]:
-    """Each subsystem of ``top`` turned the other way: a name and which knobs do it."""
-    found: list[tuple[str, Callable[[Knobs], bool]]] = []
+def _switches(top: Knobs, columns: Columns) -> list[tuple[str, Mask]]:
+    """Each subsystem of ``top`` turned the other way: a name and which candidates do it."""
+    found: list[tuple[str, Mask]] = []
+    speculative = ~columns.equal("speculation.method", "off")
     if top.method != "off":
         chain = top.topk == 1
-        other = "a tree" if chain else "a chain"
-        found.append((other, lambda k: k.method != "off" and (k.topk == 1) != chain))
+        chains = columns.equal("speculation.topk", 1)
+        found.append(("a tree" if chain else "a chain", speculative & (chains != chain)))
         for delta in (1, -1):
-            steps = top.steps + delta
-            found.append((f"steps {delta:+d}", _steps_are(steps)))
+            steps = columns.equal("speculation.steps", top.steps + delta)
+            found.append((f"steps {delta:+d}", speculative & steps))
     else:
-        found.append(("speculation on", lambda k: k.method != "off"))
-    carrier = top.collectives_backend
-    found.append(("another all-reduce", lambda k: k.collectives_backend != carrier))
+        found.append(("speculation on", speculative))
+    carrier = columns.equal("collectives.backend", top.collectives_backend)
+    found.append(("another all-reduce", ~carrier))
     for name, value in top.values().items():
         if isinstance(value, bool):
-            found.append((f"{name} {str(not value).lower()}", _differs(name, value)))
+            found.append((f"{name} {str(not value).lower()}", ~columns.equal(name, value)))
     for name, value in top.extra:
         if not isinstance(value, bool):
-            found.append((f"another {name}", _differs(name, value)))
-    if _sets_nccl(top):
-        found.append(("NCCL left to itself", lambda k: not _sets_nccl(k)))
+            found.append((f"another {name}", ~columns.equal(name, value)))
+    nccl = [name for name in columns.names if name.startswith("nccl.")]
+    idle = np.ones(len(carrier), dtype=bool)
+    for name in nccl:
+        idle &= columns.equal_any(name, (None, "auto"))
+    if any(top.values().get(name) not in (None, "auto") for name in nccl):
+        found.append(("NCCL left to itself", idle))
     else:
-        found.append(("an NCCL setting", _sets_nccl))
+        found.append(("an NCCL setting", ~idle))
     return found
-
-
-def _sets_nccl(knobs: Knobs) -> bool:
-    """Whether any NCCL setting is not left to NCCL."""
-    return any(
-        value not in (None, "auto")
-        for name, value in knobs.values().items()
-        if name.startswith("nccl.")
-    )
-
-
-def _steps_are(steps: int) -> Callable[[Knobs], bool]:
-    return lambda knobs: knobs.method != "off" and knobs.steps == steps
-
-
-def _differs(name: str, value: object) -> Callable[[Knobs], bool]:
-    return lambda knobs: knobs.values().get(name) != value

@@ -120,6 +120,7 @@ class StudyRun:
             if warning is not None and not history.num_finished:
                 self.progress.note(warning)
             ended = self._explore(backend)
+            self.model.learn(self.store, self.view.id, every=True)
             self._finals()
         except StopRequestedError as stop:
             return f"stopped: {stop}"
@@ -255,7 +256,7 @@ class StudyRun:
     def _predict(self, trial: TrialView) -> dict[int, Prediction]:
         """What the model expects of a trial by level, stored before it is measured."""
         predictions = self.model.predict(trial.knobs)
-        stored = self.store.predictions(self.view.id).get(trial.id, {})
+        stored = self.store.predicted_levels(trial.id)
         for level, prediction in predictions.items():
             if level not in stored:
                 self.store.add_prediction(trial.id, prediction)

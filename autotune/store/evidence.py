@@ -65,6 +65,12 @@ class EvidenceQueries(Sessions):
                     levels[row.concurrency] = prediction
         return found
 
+    def predicted_levels(self, trial_id: int) -> set[int]:
+        """Concurrencies of a trial that have a prediction."""
+        query = select(PREDICTION.c.concurrency).where(PREDICTION.c.trial_id == trial_id)
+        with self.reading() as session:
+            return set(session.scalars(query))
+
     def add_measurement(
         self, study_id: int, trial_id: int, measurement: Measurement
     ) -> Measurement:

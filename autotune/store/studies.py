@@ -134,6 +134,17 @@ class StudyQueries(Sessions):
         with self.reading() as session:
             return list(session.scalars(query))
 
+    def newest_calibration_id(self, study_id: int) -> str | None:
+        """Id of the calibration stored last; None before the first."""
+        query = (
+            select(CALIBRATION.c.calibration_id)
+            .where(CALIBRATION.c.study_id == study_id)
+            .order_by(CALIBRATION.c.id.desc())
+            .limit(1)
+        )
+        with self.reading() as session:
+            return session.scalar(query)
+
     def set_noise_floor(self, study_id: int, floor: NoiseFloor) -> None:
         """Keep the A/A difference of a level, replacing an older one."""
         with self.write() as session:

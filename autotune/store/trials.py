@@ -1,6 +1,7 @@
 """Trials: claimed by one worker, measured, finished or adopted from a dead worker."""
 
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any
 
 from sqlalchemy import Row, delete, insert, select, update
@@ -14,11 +15,26 @@ from autotune.store.views import TrialView
 from model.spec import Knobs
 
 #: no more columns than are shown: thousands of trials are read to explain one
-_VIEWED = tuple(TRIAL.c[name] for name in TrialView.__dataclass_fields__)
+_VIEWED = (
+    *(TRIAL.c[name] for name in TrialView.__dataclass_fields__),
+    TRIAL.c.knobs_id,
+)
 
 
 class TrialQueries(Sessions):
     """Trials and who works on them."""
+
+    @cached_property
+    def _knobs(self) -> dict[str, Knobs]:
+        """Knobs id -> knobs, as decoded once: a running study reads its trials again and again."""
+        return {}
+
+    def _view(self, row: Row[Any]) -> TrialView:
+        values = row._asdict()
+        knobs_id = values.pop("knobs_id")
+        if knobs_id not in self._knobs:
+            self._knobs[knobs_id] = codec.knobs_from_json(values["knobs"])
+        return TrialView(**{**values, "knobs": self._knobs[knobs_id]})
 
     def claim_trial(
         self,
@@ -103,7 +119,13 @@ class TrialQueries(Sessions):
             .order_by(TRIAL.c.number)
         )
         with self.reading() as session:
-            return [_trial_view(row) for row in session.execute(query)]
+            return [self._view(row) for row in session.execute(query)]
+
+    def trial(self, trial_id: int) -> TrialView:
+        """A trial that has a number, by its id."""
+        query = select(*_VIEWED).where(TRIAL.c.id == trial_id)
+        with self.reading() as session:
+            return self._view(session.execute(query).one())
 
     def trials_of_claim(self, study_id: int, claim: str) -> list[TrialView]:
         """The trial that holds a claim; empty before Optuna gave it a number."""
@@ -113,7 +135,7 @@ class TrialQueries(Sessions):
             TRIAL.c.number.is_not(None),
         )
         with self.reading() as session:
-            return [_trial_view(row) for row in session.execute(query)]
+            return [self._view(row) for row in session.execute(query)]
 
     def unnumbered_trials(self, study_id: int) -> list[Row[Any]]:
         """Claims whose worker died before Optuna gave a number."""
@@ -127,8 +149,3 @@ class TrialQueries(Sessions):
         """Remove a claim that never became a trial, so that its work can be taken again."""
         with self.write() as session:
             session.execute(delete(TRIAL).where(TRIAL.c.id == trial_id, TRIAL.c.number.is_(None)))
-
-
-def _trial_view(row: Row[Any]) -> TrialView:
-    values = row._asdict()
-    return TrialView(**{**values, "knobs": codec.knobs_from_json(values["knobs"])})

@@ -11,9 +11,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from engine.api import Engine
+from engine.api import Engine, check_requests
 from engine.bench import BenchRow, bench_level, random_prompts
-from engine.config import LaunchConfig, SpeculationConfig, load_config
+from engine.build import resolve
+from engine.config import LaunchConfig, SpeculationConfig
+from engine.config_file import load_config
 from engine.errors import EngineError, invalid
 from engine.results import Request
 
@@ -57,8 +59,11 @@ def generate(
             seed=seed,
             ignore_eos=ignore_eos,
         )
+        speculation = SpeculationConfig() if off else launch.speculation_at(1)
+        # loading a large model takes minutes: first all that is seen without it
+        check_requests(launch, resolve(launch), [request], speculation)
         with Engine(launch) as engine:
-            run = engine.generate([request], SpeculationConfig() if off else None, concurrency=1)
+            run = engine.generate([request], speculation, concurrency=1)
         result = run.requests[0]
         text = tokenizer.decode(list(result.token_ids)) if tokenizer else None
         if as_json:
@@ -98,8 +103,15 @@ def bench(
     with _exit_codes():
         launch = load_config(config, allow_other_machine=allow_other_machine)
         levels = _levels(concurrency, launch)
+        shapes = resolve(launch)
+        longest = Request(
+            prompt_ids=(0,) * input_len, max_new_tokens=output_len, temperature=temperature
+        )
+        for level in levels:
+            speculation = SpeculationConfig() if off else launch.speculation_at(level)
+            check_requests(launch, shapes, [longest], speculation)
         with Engine(launch) as engine:
-            vocab = engine.shapes.target.vocab
+            vocab = shapes.target.vocab
             rows = [
                 bench_level(
                     engine,

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from engine.build import resolve
+from engine.build import Shapes, resolve
 from engine.config import SCRATCH_ROWS, LaunchConfig, SpeculationConfig
 from engine.errors import invalid
 from engine.messages import AllreduceBench, Environment, Generate
 from engine.results import AllreduceTime, Request, RunResult, WorkerEnvironment
+from engine.shapes import TargetShape
 from engine.supervisor import Supervisor
 
 
@@ -82,7 +83,7 @@ class Engine:
             )
         at_once = min(concurrency or limit, max(len(requests), 1))
         chosen = speculation or self.config.speculation_at(at_once)
-        self._check(requests, chosen, margins)
+        check_requests(self.config, self.shapes, requests, chosen, margins=margins)
         message = Generate(tuple(requests), chosen.model_dump_json(), at_once, margins, timed)
         result, *others = self._supervisor.command(message, "generate")
         assert isinstance(result, RunResult)
@@ -109,48 +110,58 @@ class Engine:
         """End the workers; may be called twice."""
         self._supervisor.close()
 
-    def _check(
-        self, requests: Sequence[Request], speculation: SpeculationConfig, margins: bool
-    ) -> None:
-        if speculation.method != "off":
-            draft = self.shapes.draft
-            if draft is None:
-                raise invalid("speculation asked for, but the config has no draft", "generate")
-            if speculation.topk > draft.draft_vocab:
-                raise invalid(
-                    f"topk {speculation.topk} is above the draft's vocabulary of "
-                    f"{draft.draft_vocab}",
-                    "generate",
-                )
-            if margins:
-                raise invalid("margins are recorded by plain decoding only", "generate")
-        for index, request in enumerate(requests):
-            self._check_request(index, request)
 
-    def _check_request(self, index: int, request: Request) -> None:
-        length, new = len(request.prompt_ids), request.max_new_tokens
-        limit, vocab = self.config.max_context, self.shapes.target.vocab
-        if length < 1 or new < 1:
+def check_requests(
+    config: LaunchConfig,
+    shapes: Shapes,
+    requests: Sequence[Request],
+    speculation: SpeculationConfig,
+    *,
+    margins: bool = False,
+) -> None:
+    """Raise ``EngineError`` (invalid) for what a started engine would refuse; starts nothing."""
+    if speculation.method != "off":
+        draft = shapes.draft
+        if draft is None:
+            raise invalid("speculation asked for, but the config has no draft", "generate")
+        if speculation.topk > draft.draft_vocab:
             raise invalid(
-                f"request {index}: {length} prompt tokens and {new} new tokens; both must be at "
-                "least 1",
+                f"topk {speculation.topk} is above the draft's vocabulary of {draft.draft_vocab}",
                 "generate",
             )
-        if length + new > limit:
-            raise invalid(
-                f"request {index}: {length} prompt tokens + {new} new tokens are above max_context "
-                f"{limit} (the model allows {self.shapes.target.max_position})",
-                "generate",
-            )
-        wrong = next((t for t in request.prompt_ids if not 0 <= t < vocab), None)
-        if wrong is not None:
-            raise invalid(
-                f"request {index}: token {wrong} is outside the vocabulary of {vocab}", "generate"
-            )
-        if not request.temperature >= 0:
-            raise invalid(
-                f"request {index}: temperature {request.temperature} must be 0 or more", "generate"
-            )
+        if margins:
+            raise invalid("margins are recorded by plain decoding only", "generate")
+    for index, request in enumerate(requests):
+        _check_request(config, shapes.target, index, request)
+
+
+def _check_request(config: LaunchConfig, target: TargetShape, index: int, request: Request) -> None:
+    length, new, limit = len(request.prompt_ids), request.max_new_tokens, config.max_context
+    if length < 1 or new < 1:
+        raise invalid(
+            f"request {index}: {length} prompt tokens and {new} new tokens; both must be at "
+            "least 1",
+            "generate",
+        )
+    if length + new > limit:
+        raise invalid(
+            f"request {index}: {length} prompt tokens + {new} new tokens are above max_context "
+            f"{limit} (the model allows {target.max_position})",
+            "generate",
+        )
+    wrong = next((t for t in request.prompt_ids if not 0 <= t < target.vocab), None)
+    if wrong is not None:
+        raise invalid(
+            f"request {index}: token {wrong} is outside the vocabulary of {target.vocab}",
+            "generate",
+        )
+    if request.seed < 0:
+        raise invalid(f"request {index}: seed {request.seed} must be 0 or more", "generate")
+    if not 0 <= request.temperature < float("inf"):
+        raise invalid(
+            f"request {index}: temperature {request.temperature} must be 0 or more, and finite",
+            "generate",
+        )
 
 
 #: what a slot holds beyond ``max_context``; re-exported for memory estimates

@@ -4,6 +4,7 @@
 before any worker starts. ``build`` loads this rank's weights.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +61,19 @@ def resolve(config: LaunchConfig) -> Shapes:
             f"max_context {config.max_context} is above the target's sliding_window {window}: "
             "attention that forgets is not supported, up to the window it is the same"
         )
+    if config.op_set == "triton" and config.device == "cpu" and not _interprets():
+        raise invalid(
+            "ops 'triton' on device 'cpu': kernels need a GPU (or TRITON_INTERPRET=1, very slow); "
+            "use ops: auto"
+        )
     if config.tp > target.vocab:
         raise invalid(f"tp {config.tp} is above the target's vocab_size {target.vocab}")
     return Shapes(target, _resolve_draft(config, target))
+
+
+def _interprets() -> bool:
+    """Whether Triton would run kernels on a CPU, one program after the other."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _resolve_draft(config: LaunchConfig, target: TargetShape) -> DraftShape | None:

@@ -3,19 +3,17 @@
 Strict: an unknown key, a wrong type or an impossible combination is one line naming the key.
 """
 
-from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-
-from engine.errors import invalid
-from engine.host import machine_fingerprint
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 #: rows a slot keeps beyond its context: a verify's tree, or a draft tree's inner nodes
 SCRATCH_ROWS = 128
+
+
+#: what an environment can hold: no name with "=" or NUL, no value with NUL
+_NAME, _TEXT = r"^[A-Za-z_][A-Za-z0-9_]*$", r"^[^\x00]*$"
 
 
 class Schema(BaseModel):
@@ -208,7 +206,7 @@ class Host(Schema):
 
     numa_bind: bool = False
     #: intra-op threads of a rank (CPU ranks compute with them)
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
 
 
 class LaunchConfig(Schema):
@@ -228,11 +226,13 @@ class LaunchConfig(Schema):
     collectives: Collectives = Collectives()
     nccl: Nccl = Nccl()
     #: further environment of every worker (NCCL_DEBUG, ...)
-    environment: dict[str, str] = {}
+    environment: dict[
+        Annotated[str, Field(pattern=_NAME)], Annotated[str, Field(pattern=_TEXT)]
+    ] = {}
     cuda_graph: CudaGraph = CudaGraph()
     host: Host = Host()
     schedule: list[ScheduleEntry] = []
-    timeout_s: float = Field(default=120.0, gt=0)
+    timeout_s: float = Field(default=120.0, gt=0, allow_inf_nan=False)
     seed: int = 0
     machine_fingerprint: str | None = None
 
@@ -307,78 +307,3 @@ class LaunchConfig(Schema):
         if not fitting:
             return SpeculationConfig()
         return min(fitting, key=lambda e: e.max_concurrency).speculation
-
-
-def parse_config(data: Mapping[str, Any], *, allow_other_machine: bool = False) -> LaunchConfig:
-    """Build from a mapping: a launch config, or a whole best-config document around one.
-
-    Raises ``EngineError`` (invalid) naming the key, or naming both machines when the document was
-    made on another one.
-    """
-    block = data.get("engine", data)
-    if not isinstance(block, Mapping):
-        raise invalid(f"engine: must be a mapping, got {block!r}")
-    try:
-        config = LaunchConfig.model_validate(dict(block))
-    except ValidationError as error:
-        raise invalid(_one_line(error)) from None
-    made_on = config.machine_fingerprint or _document_fingerprint(data)
-    if made_on is not None and not allow_other_machine and made_on != machine_fingerprint():
-        if made_on.startswith("sim:"):
-            raise invalid(
-                f"machine_fingerprint {made_on!r}: this file holds simulated measurements, not "
-                "those of a real machine; start with --allow-other-machine to use it all the same"
-            )
-        raise invalid(
-            f"machine_fingerprint {made_on!r} is another machine than this one "
-            f"({machine_fingerprint()!r}): its measurements do not hold here; "
-            "start with --allow-other-machine to use it all the same"
-        )
-    return config
-
-
-def load_config(path: Path, *, allow_other_machine: bool = False) -> LaunchConfig:
-    """Read a YAML file; relative paths in it start at its folder, else here."""
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise invalid(f"{path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise invalid(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise invalid(f"{path}: not YAML: nested too deeply") from None
-    if not isinstance(data, Mapping):
-        raise invalid(f"{path}: must be a mapping with the engine's settings")
-    config = parse_config(data, allow_other_machine=allow_other_machine)
-    return _rebased(config, path.resolve().parent)
-
-
-def _document_fingerprint(data: Mapping[str, Any]) -> str | None:
-    for place in (data, data.get("evidence"), data.get("machine")):
-        if isinstance(place, Mapping):
-            found = place.get("machine_fingerprint") or place.get("fingerprint")
-            if isinstance(found, str):
-                return found
-    return None
-
-
-def _rebased(config: LaunchConfig, folder: Path) -> LaunchConfig:
-    changes: dict[str, Any] = {}
-    for name in ("target", "draft"):
-        spec = getattr(config, name)
-        if spec is None or spec.path is None:
-            continue
-        if (folder / spec.path).exists():
-            changes[name] = spec.model_copy(update={"path": str(folder / spec.path)})
-    return config.model_copy(update=changes)
-
-
-def _one_line(error: ValidationError) -> str:
-    parts = []
-    for problem in error.errors():
-        place = ".".join(str(p) for p in problem["loc"]) or "config"
-        message = problem["msg"].removeprefix("Value error, ")
-        value = problem.get("input")
-        shown = "" if isinstance(value, (dict, list, BaseModel)) else f" (got {value!r})"
-        parts.append(f"{place}: {message}{shown}")
-    return "; ".join(parts)

@@ -17,20 +17,13 @@ import time
 import torch
 
 from engine.errors import invalid
+from engine.shared_region import FLAG_BYTES, PART_BYTES, region_bytes
 
-#: bytes of one rank's part; longer messages go in pieces
-PART_BYTES = 1 << 18
-_FLAG_BYTES = 4096
 #: spins before giving up the core to others, a few microseconds' worth
 _SPINS = 200
 #: yields before sleeping between looks
 _YIELDS = 2000
 _SLEEP_S = 50e-6
-
-
-def region_bytes(tp: int) -> int:
-    """Size of the shared region for ``tp`` ranks."""
-    return _FLAG_BYTES + 2 * tp * PART_BYTES
 
 
 def check_platform() -> None:
@@ -50,8 +43,8 @@ class SharedMemoryGroup:
         self.rank, self.tp, self._timeout_s = rank, tp, timeout_s
         self._map = mmap.mmap(fd, region_bytes(tp))
         # one flag a cache line
-        self._flags = memoryview(self._map)[:_FLAG_BYTES].cast("q")
-        flat = torch.frombuffer(self._map, dtype=torch.uint8, offset=_FLAG_BYTES)
+        self._flags = memoryview(self._map)[:FLAG_BYTES].cast("q")
+        flat = torch.frombuffer(self._map, dtype=torch.uint8, offset=FLAG_BYTES)
         self._bytes = flat.view(2, tp, PART_BYTES)
         self._views: dict[torch.dtype, torch.Tensor] = {}
         self._sequence = 0

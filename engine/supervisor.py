@@ -21,7 +21,7 @@ from typing import IO
 from engine.config import LaunchConfig
 from engine.errors import EngineError
 from engine.messages import Beat, Close, Failed, Rendezvous, Reply, Start
-from engine.shared_memory import region_bytes
+from engine.shared_region import region_bytes
 
 _LOG_TAIL_BYTES = 4000
 #: after the first failure, how long to wait for the rank that caused it to speak
@@ -96,19 +96,28 @@ class Supervisor:
 
     def _start(self) -> None:
         config = self.config
-        memory_fd = os.memfd_create("engine-collectives")
-        os.ftruncate(memory_fd, region_bytes(config.tp))
-        read_fd, self._lifeline = os.pipe()
         try:
-            for number in range(config.tp):
-                self._ranks.append(self._spawn(number, read_fd, memory_fd))
-        finally:
-            os.close(read_fd)
-            os.close(memory_fd)
+            self._spawn_all()
+        except OSError as error:
+            raise EngineError("crash", "start", _no_worker(error, config.tp)) from None
         for number, rank in enumerate(self._ranks):
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 rank.connection.send(Start(config.model_dump_json(), number))
         self._collect("start")
+
+    def _spawn_all(self) -> None:
+        config = self.config
+        memory_fd = os.memfd_create("engine-collectives")
+        try:
+            os.ftruncate(memory_fd, region_bytes(config.tp))
+            read_fd, self._lifeline = os.pipe()
+            try:
+                for number in range(config.tp):
+                    self._ranks.append(self._spawn(number, read_fd, memory_fd))
+            finally:
+                os.close(read_fd)
+        finally:
+            os.close(memory_fd)
 
     def _spawn(self, rank: int, lifeline_fd: int, memory_fd: int) -> _Rank:
         ours, theirs = Pipe()
@@ -121,15 +130,21 @@ class Supervisor:
         command = [sys.executable, "-m", "engine.worker"]
         for name, fd in zip(("--connection", "--lifeline", "--memory"), fds, strict=True):
             command += [name, str(fd)]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=worker_environment(self.config),
-            pass_fds=fds,
-        )
-        theirs.close()
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=worker_environment(self.config),
+                pass_fds=fds,
+            )
+        except OSError:
+            ours.close()
+            log.close()
+            raise
+        finally:
+            theirs.close()
         return _Rank(process, ours, log)
 
     def _collect(self, stage: str) -> list[object]:
@@ -214,6 +229,17 @@ class Supervisor:
             f"no sign of life for {self.config.timeout_s:g} s; no reply from {states}",
             tail,
         )
+
+
+def _no_worker(error: OSError, tp: int) -> str:
+    """Why the host starts no process: out of processes, memory, files."""
+    ranks = "a worker process" if tp == 1 else f"{tp} worker processes"
+    reason = error.strerror or str(error)
+    name = "" if error.filename is None else f" ({error.filename})"
+    return (
+        f"{ranks} cannot be started on this host: {reason}{name}; look at its limits of processes, "
+        "memory and open files (ulimit -a), or end what else runs"
+    )
 
 
 def worker_environment(config: LaunchConfig) -> dict[str, str]:

@@ -19,7 +19,7 @@ from autotune.export import Evidence, LaunchOptions, LevelBest, Throughput, writ
 from autotune.records import Health
 from autotune.schemas import Study
 from engine.api import Engine
-from engine.config import load_config
+from engine.config_file import load_config
 from engine.errors import EngineError
 from engine.results import Request
 from model.spec import Knobs, Workload

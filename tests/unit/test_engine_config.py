@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.config import LaunchConfig, SpeculationConfig, load_config, parse_config
+from engine.config import LaunchConfig, SpeculationConfig
+from engine.config_file import load_config, parse_config
 from engine.errors import EngineError
 from engine.host import machine_fingerprint
 from engine.shapes import default_capture_points, named_target_shape
@@ -23,7 +24,21 @@ def _config(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param({"tpp": 2}, r"tpp: Extra inputs .*\(got 2\)", id="unknown-key"),
+        pytest.param({"tpp": 2}, r"^tpp: unknown key; did you mean tp\?$", id="unknown-key"),
+        pytest.param(
+            {"host": {"sockets": 2}},
+            "host.sockets: unknown key; known: numa_bind, threads",
+            id="unknown-key-below",
+        ),
+        pytest.param({"timeout_s": float("inf")}, "timeout_s: .*finite number", id="no-watchdog"),
+        pytest.param({"host": {"threads": 100_000}}, "threads: .*equal to 1024", id="threads"),
+        pytest.param({"environment": {"A=B": "1"}}, "environment.A=B.*match pattern", id="name"),
+        pytest.param({"environment": {"": "1"}}, "environment.*match pattern", id="no-name"),
+        pytest.param({"environment": {"A": "\0"}}, "environment.A: .*match pattern", id="nul"),
+        pytest.param({"target": "tiny"}, r"^target: must be a mapping \(got 'tiny'\)$", id="text"),
+        pytest.param(
+            {"a1": 1, "b2": 2, "c3": 3, "d4": 4, "e5": 5}, "; and 2 more$", id="many-mistakes"
+        ),
         pytest.param({"tp": "2"}, r"tp: Input should be a valid integer.*\(got '2'\)", id="type"),
         pytest.param({"tp": 0}, "tp: .*greater than or equal to 1", id="zero-ranks"),
         pytest.param({"target": {}}, "target: give either path", id="no-target"),
@@ -185,6 +200,21 @@ def test_paths_in_a_file_start_at_its_folder(tmp_path: Path) -> None:
         pytest.param("a: [", "not YAML", id="broken"),
         pytest.param("- 1", "must be a mapping", id="list"),
         pytest.param("engine: 3", "engine: must be a mapping, got 3", id="scalar-block"),
+        pytest.param("", "must be a mapping with the engine's settings", id="empty"),
+        pytest.param(
+            "sglang: {}\nvllm: {}",
+            "neither an engine: block nor .* found: sglang, vllm",
+            id="foreign",
+        ),
+        pytest.param(
+            "target: {path: a}\ntp: 2\ntp: 4",
+            r"line 3: tp is given twice \(also in line 2\)",
+            id="twice",
+        ),
+        pytest.param(
+            "target: {path: a}\ntp: two", r"best\.yaml: tp: .* valid integer", id="names-the-file"
+        ),
+        pytest.param("? [a, b]\n: 1", "not YAML", id="key-is-a-list"),
     ],
 )
 def test_broken_files_are_one_line(tmp_path: Path, text: str, message: str) -> None:

@@ -1,5 +1,6 @@
 """Workers that die, hang or run out of memory become one error; nothing outlives the parent."""
 
+import errno
 import json
 import math
 import os

@@ -29,7 +29,8 @@ def stage_exchange(emit: Emit) -> None:
     for rank, device in enumerate(devices):
         counters_P = torch.zeros(num_counters(MESSAGE_BYTES), dtype=torch.int32, device=device)
         ends.append(Exchange(box, counters_P, rank=rank, num_ranks=2, message_bytes=MESSAGE_BYTES))
-    load(box, ends)
+    for size in SIZES_BYTES:
+        load(box, ends, size)
     streams = [torch.cuda.Stream(device) for device in devices]
     for size in SIZES_BYTES:
         graphs = [_captured(end, size) for end in ends]
@@ -50,12 +51,15 @@ def stage_exchange(emit: Emit) -> None:
         )
 
 
-def load(box: torch.Tensor, ends: list[Exchange]) -> None:
-    """Compile and load the kernels with nobody to wait for: loading may wait for the device."""
+def load(box: torch.Tensor, ends: list[Exchange], size_bytes: int) -> None:
+    """Compile and load a size's kernels with nobody to wait for: loading may wait for the device.
+
+    Other sizes are other kernels where Triton knows more of the number (1, or a multiple of 16).
+    """
     box.fill_(1 << 32)
     for end in ends:
         with torch.cuda.device(end.counters_P.device):
-            end.all_reduce(torch.zeros(2048, dtype=torch.bfloat16, device="cuda"))
+            end.all_reduce(torch.zeros(size_bytes // 2, dtype=torch.bfloat16, device="cuda"))
             torch.cuda.synchronize()
             end.counters_P.zero_()
             torch.cuda.synchronize()
@@ -63,10 +67,12 @@ def load(box: torch.Tensor, ends: list[Exchange]) -> None:
 
 
 def _captured(end: Exchange, size_bytes: int) -> Any:
-    with torch.cuda.device(end.counters_P.device):
+    device = end.counters_P.device
+    with torch.cuda.device(device):
         x = torch.zeros(size_bytes // 2, dtype=torch.bfloat16, device="cuda")
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # torch's own choice of a stream is the first device's
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
             for _ in range(CALLS):
                 end.all_reduce(x)
         torch.cuda.synchronize()

@@ -135,7 +135,7 @@ class Truth:
         few = asks[:NOISE_PROMPTS]
         noise = self_noise(self.reference, (self._plain(few, concurrency), self._plain(few[:1], 1)))
         assert noise is not None
-        places = probe_places(self.reference, NOISE_PROMPTS)
+        places = probe_places(self.reference, len(asks[0].prompt_ids))
         self.noise = with_forced(noise, self.reference, places, self._forced(places))
 
     def _plain(self, asks: list[Request], concurrency: int) -> Reference:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine_exchange import stage_exchange
+from bench.engine_half import stage_half
 from bench.engine_near_tie import stage_near_tie
 from bench.engine_peers import (
     stage_peer8,
@@ -170,6 +171,7 @@ STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     "q8pdl": (stage_q8pdl, 60),
     "q48pdl": (stage_q48pdl, 80),
     "exchange": (stage_exchange, 30),
+    "half": (stage_half, 40),
     "tp2": (stage_tp2, 80),
     "tp2nvlink": (stage_tp2nvlink, 40),
     "tp2ll": (stage_tp2ll, 40),

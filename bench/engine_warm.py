@@ -56,8 +56,8 @@ def stage_warm(emit: Emit) -> None:
 
 
 def stage_warm_all(emit: Emit) -> None:
-    """The slices', the whole model's and ``near_tie``'s, at once: for runs of all of them."""
-    _compile(emit, _slices() | _near_ties())
+    """The slices', the whole model's, ``half``'s and ``near_tie``'s, at once."""
+    _compile(emit, _slices() | _near_ties() | _halves())
 
 
 def stage_warm_tiny(emit: Emit) -> None:
@@ -109,6 +109,13 @@ def _slices(
     return {
         f"{b} {spec}": _SLICE.format(batch=b, spec=spec, changes=dict(changes or {}))
         for b, spec in sizes
+    }
+
+
+def _halves() -> dict[str, str]:
+    return {
+        f"{batch} half": f"from bench.engine_half import run_once\nrun_once({batch}, 6)\n"
+        for batch in (1, 4, 16)
     }
 
 

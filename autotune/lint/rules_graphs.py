@@ -6,10 +6,16 @@ A verify of B requests is B x (k + 1) tokens. SGLang's capture sizes count reque
 from collections.abc import Iterator
 
 from autotune.lint.findings import Hit, error, info, rule, warning
+from autotune.lint.graphs import (
+    DECODE_LIMITS,
+    DECODE_SIZES,
+    SINGLE_TOKEN_BACKENDS,
+    cudagraph_mode,
+    graphs_off,
+    largest_vllm,
+    vllm_backend,
+)
 from autotune.lint.setup import Setup
-
-_DECODE_LIMITS = ("--cuda-graph-max-bs", "--cuda-graph-max-bs-decode")
-_DECODE_SIZES = ("--cuda-graph-bs", "--cuda-graph-bs-decode")
 
 
 @rule("graph-off", "sgl-project/sglang PR 4247 (276 against 379 tok/s); speculation.md 1.5")
@@ -19,20 +25,10 @@ def graphs_turned_off(setup: Setup) -> Iterator[Hit]:
     if command.text("device", "--device") == "cpu":
         # nothing can be captured there
         return
-    off = [
-        option
-        for option in command.options
-        if (
-            option.name
-            in ("--disable-cuda-graph", "--enforce-eager", "--disable-decode-cuda-graph")
-        )
-        or (option.name == "--cuda-graph-backend-decode" and option.values == ("disabled",))
-        or (option.name == "cuda_graph.verify" and option.values == ("false",))
-    ]
-    mode = str(command.config("--compilation-config").get("cudagraph_mode", "")).upper()
-    subjects = [option.text for option in off if command.has(option.name) or option.values]
-    if mode in ("NONE", "0"):
-        subjects.append(f"cudagraph_mode {mode}")
+    subjects = graphs_off(setup)
+    verify = command.option("cuda_graph.verify")
+    if verify is not None and not command.has("cuda_graph.verify"):
+        subjects.append(verify.text)
     spec = setup.speculation is not None
     forwards = "verify and draft" if spec else "decode"
     moot = _graph_options(setup)
@@ -51,12 +47,12 @@ def graphs_turned_off(setup: Setup) -> Iterator[Hit]:
 def _graph_options(setup: Setup) -> list[str]:
     """Options that choose sizes or modes of graphs, as written."""
     config = setup.command.config("--compilation-config")
-    mode = str(config.get("cudagraph_mode", "NONE")).upper()
+    mode = cudagraph_mode(setup) or "NONE"
     found = [
         option.text
         for option in setup.command.options
         if option.name
-        in (*_DECODE_LIMITS, *_DECODE_SIZES, "--cudagraph-capture-sizes",
+        in (*DECODE_LIMITS, *DECODE_SIZES, "--cudagraph-capture-sizes",
             "--max-cudagraph-capture-size")
     ]  # fmt: skip
     if mode not in ("NONE", "0"):
@@ -73,7 +69,7 @@ def _graph_options(setup: Setup) -> list[str]:
 )
 def attention_outside_the_graph(setup: Setup) -> Iterator[Hit]:
     """PIECEWISE leaves the attention of every layer eager: slow verify that grows with context."""
-    mode = str(setup.command.config("--compilation-config").get("cudagraph_mode", "")).upper()
+    mode = cudagraph_mode(setup)
     if mode in ("PIECEWISE", "1") and setup.speculation is not None:
         yield warning(
             "cudagraph_mode PIECEWISE",
@@ -88,13 +84,13 @@ def attention_outside_the_graph(setup: Setup) -> Iterator[Hit]:
 def batch_above_sglang_graphs(setup: Setup) -> Iterator[Hit]:
     """Batches of more requests than the largest captured one run eager."""
     command = setup.command
-    limit = command.number(*_DECODE_LIMITS)
-    sizes = command.numbers(*_DECODE_SIZES)
+    limit = command.number(*DECODE_LIMITS)
+    sizes = command.numbers(*DECODE_SIZES)
     largest = max(sizes) if sizes else limit
     wanted = setup.concurrency
     if largest is None:
         return
-    option = command.option(*_DECODE_SIZES) if sizes else command.option(*_DECODE_LIMITS)
+    option = command.option(*DECODE_SIZES) if sizes else command.option(*DECODE_LIMITS)
     assert option is not None
     width = setup.verify_tokens
     if wanted is not None and wanted > largest:
@@ -127,9 +123,7 @@ def batch_above_vllm_graphs(setup: Setup) -> Iterator[Hit]:
     command, config = setup.command, setup.command.config("--compilation-config")
     sizes = [size for size in config.get("cudagraph_capture_sizes", ()) if isinstance(size, int)]
     sizes += command.numbers("--cudagraph-capture-sizes", "--cuda-graph-sizes")
-    limit = command.number("--max-cudagraph-capture-size")
-    limit = config.get("max_cudagraph_capture_size") if limit is None else limit
-    largest = max(sizes) if sizes else limit
+    largest = largest_vllm(setup)
     wanted = setup.concurrency
     if isinstance(largest, int):
         usable = largest // width
@@ -188,14 +182,10 @@ def batch_above_default(setup: Setup) -> Iterator[Hit]:
         )
 
 
-#: vLLM backend -> (largest uniform query it captures in full, first version where that changed)
-_SINGLE_TOKEN = ("CUTLASS_MLA", "FLASHINFER")
-
-
 @rule("graph-backend-support", "vllm-project/vllm#42885, #40608; servers.md B.2", "vllm")
 def backend_declines_verify(setup: Setup) -> Iterator[Hit]:
     """A full graph needs an attention backend that takes uniform batches of 1 + k tokens."""
-    backend = _vllm_backend(setup)
+    backend = vllm_backend(setup)
     by_default = ""
     # the backends for latent attention before it in vLLM's list are built for sm_90 and sm_100
     if backend is None and setup.mla and setup.cc is not None and not 90 <= setup.cc < 120:
@@ -211,23 +201,13 @@ def backend_declines_verify(setup: Setup) -> Iterator[Hit]:
             "30k context against 20 ms; 8 A100 without speculation: 378 against 431 tok/s)",
             "vLLM 0.33 or newer, or another attention backend; before any NCCL variable",
         )
-    elif backend in _SINGLE_TOKEN and setup.speculation is not None:
+    elif backend in SINGLE_TOKEN_BACKENDS and setup.speculation is not None:
         yield warning(
             f"attention backend {backend}",
             f"its full graphs take one token per request (unless trtllm-gen serves it); {verify} "
             "drops to PIECEWISE",
             'look for "setting cudagraph_mode=PIECEWISE" in the log; try another backend',
         )
-
-
-def _vllm_backend(setup: Setup) -> str | None:
-    command = setup.command
-    named = (
-        command.text("--attention-backend")
-        or command.config("--attention-config").get("backend")
-        or setup.env.get("VLLM_ATTENTION_BACKEND")
-    )
-    return None if named is None else str(named).upper()
 
 
 @rule("graph-many-tokens", "SafeAILab/EAGLE#298; speculation.md 1.5")

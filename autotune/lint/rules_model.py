@@ -1,12 +1,17 @@
 """What the performance model says: can this speculation break even, what could NCCL change?"""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.lint.findings import Hit, error, info, rule, warning
+from autotune.lint.graphs import Graphs, graphs_of
 from autotune.lint.setup import Setup
+
+if TYPE_CHECKING:
+    from model.spec import Interval, Prediction
 
 #: a measured step this far above the 95 % end of its interval is beyond the model
 _BEYOND = 1.1
@@ -23,6 +28,8 @@ class Forecast:
     accept_length: tuple[float, float, float]
     terms_ms: Mapping[str, float]
     plain_terms_ms: Mapping[str, float]
+    #: which forwards were taken to run outside CUDA graphs and why; "" where none does
+    graphs: str
     #: why the server would not fit these GPUs, or None
     does_not_fit: str | None
 
@@ -59,7 +66,15 @@ def forecast(setup: Setup) -> Forecast | None:
     if target.head_problem(setup.tp) or (machine.gpu is not None and setup.tp > machine.gpu.count):
         return None
     sizes = (*tree, setup.tp, setup.concurrency or 1)
-    return _forecast(_Identity((machine, target)), sizes, _nccl_knobs(setup.env))
+    graphs = graphs_of(setup)
+    return _forecast(
+        setup.engine,
+        _Identity((machine, target)),
+        sizes,
+        _nccl_knobs(setup.env),
+        graphs,
+        graphs.text(spec is not None),
+    )
 
 
 def _nccl_knobs(env: Mapping[str, str]) -> tuple[tuple[str, str | int], ...]:
@@ -100,9 +115,12 @@ class _Identity:
 
 @lru_cache(maxsize=8)
 def _forecast(
+    engine: str,
     models: _Identity,
     sizes: tuple[int, int, int, int, int],
     nccl: tuple[tuple[str, str | int], ...],
+    graphs: Graphs,
+    said_of_graphs: str,
 ) -> Forecast | None:
     from model.acceptance import AcceptanceModel
     from model.calibration import default_calibration
@@ -112,22 +130,17 @@ def _forecast(
 
     machine, target = models.values
     steps, topk, draft_tokens, tp, concurrency = sizes
-    graphs = machine.gpu is not None
+    has_gpu = machine.gpu is not None
     shared = {
         "parallel.tp": tp,
-        "collectives.backend": "nccl" if graphs else "gloo",
-        "cuda_graph.decode": graphs,
-        **(dict(nccl) if graphs else {}),
+        "collectives.backend": "nccl" if has_gpu else "gloo",
+        **(dict(nccl) if has_gpu else {}),
     }
-    spec = {
-        **shared,
+    tree = {
         "speculation.method": "eagle3",
         "speculation.steps": steps,
         "speculation.topk": topk,
         "speculation.draft_tokens": draft_tokens,
-        "cuda_graph.draft": graphs,
-        "cuda_graph.verify": graphs,
-        "cuda_graph.extend": graphs,
     }
     workload = Workload(
         prompts="lint", prompts_sha256="", chat_template=None, input_len=_CONTEXT, output_len=256,
@@ -137,27 +150,49 @@ def _forecast(
         target,
         DraftShape.standard(target),
         machine,
-        default_calibration(machine),
+        default_calibration(machine, engine),
         AcceptanceModel.prior(),
     )
+
+    def predicted(knobs: dict[str, Any], names: Sequence[str]) -> "list[Prediction]":
+        """With what is partly captured captured, and without where that differs."""
+        hows = {name: getattr(graphs, name) for name in names}
+        return [
+            predictor.predict(Knobs.of({**shared, **knobs, **_flags(hows, on)}), workload)
+            for on in (("full", "partial"), ("full",))[: 1 + ("partial" in hows.values())]
+        ]
+
     try:
-        with_spec = predictor.predict(Knobs.of(spec), workload)
-        plain = predictor.predict(Knobs.of(shared), workload)
+        with_spec = predicted(tree, ("draft", "verify", "extend"))
+        plain = predicted({}, ("decode",))
     except ValueError:
         # another rule names the impossible tree or the missing version
         return None
-
-    def three(interval: Any) -> tuple[float, float, float]:
-        return interval.median, interval.low, interval.high
-
+    tau = with_spec[0].accept_length
     return Forecast(
-        cycle_ms=three(with_spec.cycle_ms),
-        plain_ms=three(plain.cycle_ms),
-        accept_length=three(with_spec.accept_length),
-        terms_ms={name: term.median for name, term in with_spec.terms_ms.items()},
-        does_not_fit=with_spec.infeasible_reason,
-        plain_terms_ms={name: term.median for name, term in plain.terms_ms.items()},
+        cycle_ms=_between([each.cycle_ms for each in with_spec]),
+        plain_ms=_between([each.cycle_ms for each in plain]),
+        accept_length=(tau.median, tau.low, tau.high),
+        terms_ms=_terms(with_spec),
+        graphs=said_of_graphs,
+        does_not_fit=with_spec[0].infeasible_reason,
+        plain_terms_ms=_terms(plain),
     )
+
+
+def _flags(hows: Mapping[str, str], on: Sequence[str]) -> dict[str, bool]:
+    return {f"cuda_graph.{name}": how in on for name, how in hows.items()}
+
+
+def _between(intervals: "Sequence[Interval]") -> tuple[float, float, float]:
+    """Median, low and high of something that lies between two predictions (or is the one)."""
+    best, worst = intervals[0], intervals[-1]
+    return math.sqrt(best.median * worst.median), best.low, worst.high
+
+
+def _terms(predictions: "Sequence[Prediction]") -> dict[str, float]:
+    best, worst = predictions[0].terms_ms, predictions[-1].terms_ms
+    return {name: math.sqrt(term.median * worst[name].median) for name, term in best.items()}
 
 
 @rule("spec-break-even", "sgl-project/SpecForge#339, #6949; speculation.md 1.5")
@@ -172,8 +207,9 @@ def can_it_break_even(setup: Setup) -> Iterator[Hit]:
     reduce = found.terms_ms.get("verify.allreduce", 0.0)
     fixed = found.cycle_ms[0] - verify
     host = "" if setup.machine is None else setup.machine.name
+    graphs = f", {found.graphs}" if found.graphs else ""
     numbers = (
-        f"predicted on {host} at {setup.concurrency or 1} request(s): cycle "
+        f"predicted on {host} at {setup.concurrency or 1} request(s){graphs}: cycle "
         f"{found.cycle_ms[0]:.1f} ms (90 %: {found.cycle_ms[1]:.1f}-{found.cycle_ms[2]:.1f}; "
         f"verify {verify:.1f}, of it all-reduce {reduce:.1f}; draft, extend, sampling and gaps "
         f"{fixed:.1f}) against {found.plain_ms[0]:.1f} ms plain: break-even accept length "
@@ -308,7 +344,8 @@ def step_above_prediction(setup: Setup) -> Iterator[Hit]:
         reduce = terms.get("decode.allreduce" if plain else "verify.allreduce", 0.0)
         yield warning(
             f"{cycle:.1f} ms a {'step' if plain else 'round'}",
-            f"predicted {expected[0]:.1f} ms (90 %: up to {expected[2]:.1f}), of which "
+            f"predicted {expected[0]:.1f} ms (90 %: up to {expected[2]:.1f}"
+            f"{', ' if found.graphs else ''}{found.graphs}), of which "
             f"all-reduce {reduce:.1f} ms: {cycle - expected[0]:.1f} ms are unexplained, more "
             "than NCCL settings could give back on a healthy host",
             "in this order: graph state, attention backend, MoE kernel for more than one token, "

@@ -117,12 +117,13 @@ class Space:
 
     def neighbours(self, knobs: Knobs) -> Iterator[Knobs]:
         """Knobs that differ from ``knobs`` in one block only."""
-        base = knobs.values()
-        for block in self.blocks:
-            own: tuple[Value, ...] = tuple(base.get(name) for name in block.names)
-            for row in block.rows:
-                if row != own:
-                    yield Knobs.of({**base, **_named(block, row)})
+        for index in range(len(self.blocks)):
+            yield from (other for other in self.line(knobs, index) if other != knobs)
+
+    def line(self, knobs: Knobs, block: int) -> list[Knobs]:
+        """``knobs`` with every possible choice of one block (its number), their own included."""
+        base, chosen = knobs.values(), self.blocks[block]
+        return [Knobs.of({**base, **_named(chosen, row)}) for row in chosen.rows]
 
     def choices(self) -> dict[str, tuple[Value, ...]]:
         """Every knob with the values that it takes in some possible knobs, sorted."""

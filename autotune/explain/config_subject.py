@@ -11,6 +11,7 @@ from autotune.errors import UserError
 from autotune.explain.subject import StudyContext, Subject, study_predictor
 from autotune.hosts import cpu_machine, study_machine
 from autotune.modelling import draft_shape, target_shape
+from autotune.ranking import best_predicted
 from autotune.schemas import BackendSpec, Budget, ModelRef, Study, WorkloadSpec
 from autotune.space import baseline_knobs, build_space
 from autotune.study_file import load_study
@@ -22,7 +23,6 @@ from model.machine import Machine, load_machine
 from model.predictor import Predictor
 from model.spec import Knobs, Scalar, Workload
 
-_RANKED = 20_000
 #: workload of a launch config, which names none
 _INPUT_LEN, _OUTPUT_LEN = 1000, 256
 
@@ -35,12 +35,10 @@ def study_file_subjects(path: Path, concurrency: int | None) -> list[Subject]:
     predictor = study_predictor(study, machine, loaded.base_dir)
     workloads = study_workloads(study)
     space = build_space(study.space, machine, predictor.target.head_problem)
-    pool = space.sample(_RANKED, study.seed)
     base = baseline_knobs(space, study.space)
     found = []
     for level in _levels(workloads, concurrency, f"study file {path}"):
-        many = predictor.predict_many(pool, workloads[level])
-        best = pool[int(many.best(1)[0])]
+        best = best_predicted(space, predictor, workloads[level], base)
         found.append(
             Subject(
                 title=f"best predicted knobs of {path.name} ({best.id})",

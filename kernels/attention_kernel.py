@@ -22,6 +22,7 @@ from kernels.attention_combine import (
 )
 from kernels.attention_tiles import attend, cache_tile, halves, rotated
 from kernels.device import INTERPRETED, last_to_arrive, prefetch_l2, wait_for_predecessor
+from kernels.fit import fitted
 from kernels.launch import (
     arrival_counters,
     cdiv,
@@ -230,12 +231,13 @@ def default_config(
     tiles = cdiv(num_cache_rows, block_l)
     small = num_multiprocessors(device) // (groups * cdiv(rows, 16))
     if min(small, tiles) >= 16:
-        return {"block_r": 16, "block_l": block_l, "splits": min(small, tiles, 20), "fold": 0,
-                "wait": 1, "ahead": 2, "stages": 3, "num_warps": 4}  # fmt: skip
+        config = {"block_r": 16, "block_l": block_l, "splits": min(small, tiles, 20), "fold": 0,
+                  "wait": 1, "ahead": 2, "stages": 3, "num_warps": 4}  # fmt: skip
+        return fitted("qkv_attention", config, element_bytes, head_size)
     block_r = min(64, pow2(rows, 16))
     room = num_multiprocessors(device) // (groups * cdiv(rows, block_r))
     splits = max(1, min(room, tiles, 6 if block_r <= 32 or tiles > 64 else 2))
-    return {
+    config = {
         "block_r": block_r,
         "block_l": block_l,
         "splits": splits,
@@ -246,6 +248,7 @@ def default_config(
         "stages": 3 if block_r <= 32 else 2,
         "num_warps": 4,
     }
+    return fitted("qkv_attention", config, element_bytes, head_size)
 
 
 #: block_l, splits, fold, wait, ahead, stages, num_warps

@@ -9,6 +9,7 @@ programs.
 
 import torch
 
+from kernels.fit import fitted
 from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, require
 from kernels.linear_kernels import linear_matrix_kernel, linear_vector_kernel
 from kernels.linear_tokens import linear_tokens_kernel
@@ -59,24 +60,27 @@ def default_config(
         block_k = min(pow2(num_inputs), 8192 // element_bytes)
         block_o = max(1, min(8, 32768 // (block_k * element_bytes)))
         return {"vector": 1, "block_o": block_o, "block_k": block_k, "num_warps": 4}
-    few = num_tokens <= 32
-    block_k = min(pow2(num_inputs, 16), 256 // element_bytes)
-    block_o = 32 if num_outputs > 4096 or not few else 64
+    block_o = 64 if num_tokens <= 32 else 32
+    # short rows: tiles half as long, so that their parts still have several
+    block_k = min(pow2(num_inputs, 16), (128 if num_inputs <= 2048 else 256) // element_bytes)
     programs = cdiv(num_outputs, block_o)
     split = 1
-    while split < 4 and programs * split < 100 and num_inputs // (2 * split) >= 4 * block_k:
+    while split < 8 and programs * split < 100 and num_inputs // (2 * split) >= 4 * block_k:
         split *= 2
-    return {
+    few = num_tokens <= 16
+    config = {
         "vector": 0,
         "block_t": min(64, pow2(num_tokens, 16)),
         "block_o": block_o,
         "block_k": block_k,
         "split_k": split,
-        "stages": 4 if num_tokens <= 16 else 3,
+        "stages": (6 if num_inputs <= 2048 else 4) if few else 3,
         "swap": int(block_o == 64),
-        "norm_first": int(num_inputs <= MAX_HIDDEN),
+        # a kernel of its own for the norm takes as long as it saves where programs are short
+        "norm_first": int(num_inputs <= MAX_HIDDEN and not (few and num_outputs <= 16384)),
         "num_warps": 4,
     }
+    return fitted("linear_add", config, element_bytes)
 
 
 #: block_o, block_k, split_k, stages, num_warps, swap

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.fit import fitted
 from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, require, waiting_programs
 from kernels.linear import MAX_VECTOR_TOKENS, in_pairs, linear_add, linear_add_ref
 from kernels.linear_route_kernels import (
@@ -73,8 +74,9 @@ def default_config(
     while split < 4 and num_inputs // (2 * split) >= 4 * block_k:
         split *= 2
     wide = num_experts <= 128
-    return {"vector": 0, "block_o": 64 if wide else 32, "block_k": block_k, "split_k": split,
-            "stages": 4, "swap": int(wide), "num_warps": 4}  # fmt: skip
+    config = {"vector": 0, "block_o": 64 if wide else 32, "block_k": block_k, "split_k": split,
+              "stages": 4, "swap": int(wide), "num_warps": 4}  # fmt: skip
+    return fitted(OP, config, bytes_each, num_experts=num_experts)
 
 
 #: block_o, block_k, split_k, stages, num_warps, swap

@@ -26,6 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+#: prompt tokens of one repeat of ``bench``, held in memory
+_MAX_PROMPT_TOKENS = 20_000_000
+
 ConfigOption = Annotated[Path, typer.Option("--config", help="best-config or launch YAML")]
 OtherMachineOption = Annotated[
     bool, typer.Option("--allow-other-machine", help="accept a file made on another machine")
@@ -93,7 +96,7 @@ def bench(
     input_len: Annotated[int, typer.Option(min=1)] = 64,
     output_len: Annotated[int, typer.Option(min=2)] = 64,
     num_prompts: Annotated[int, typer.Option(min=1, help="per repeat")] = 8,
-    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    repeats: Annotated[int, typer.Option(min=1, max=10_000)] = 3,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     off: OffOption = False,
     allow_other_machine: OtherMachineOption = False,
@@ -103,6 +106,12 @@ def bench(
     with _exit_codes():
         launch = load_config(config, allow_other_machine=allow_other_machine)
         levels = _levels(concurrency, launch)
+        if num_prompts * input_len > _MAX_PROMPT_TOKENS:
+            raise invalid(
+                f"--num-prompts {num_prompts} of --input-len {input_len} are "
+                f"{num_prompts * input_len:,} prompt tokens a repeat; at most "
+                f"{_MAX_PROMPT_TOKENS:,} are made"
+            )
         shapes = resolve(launch)
         longest = Request(
             prompt_ids=(0,) * input_len, max_new_tokens=output_len, temperature=temperature

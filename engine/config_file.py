@@ -72,6 +72,8 @@ def load_config(path: Path, *, allow_other_machine: bool = False) -> LaunchConfi
     """Read a YAML file; relative paths in it start at its folder, else here."""
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except EngineError as error:
+        raise invalid(f"{path}: {error.message}") from None
     except OSError as error:
         raise invalid(f"{path}: {error.strerror or error}") from None
     except (yaml.YAMLError, ValueError) as error:
@@ -95,9 +97,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name, line = str(key.value), key.start_mark.line + 1
             if name in seen and key.tag != "tag:yaml.org,2002:merge":
-                raise yaml.YAMLError(
-                    f"line {line}: {name} is given twice (also in line {seen[name]})"
-                )
+                raise invalid(f"line {line}: {name} is given twice (also in line {seen[name]})")
             seen[name] = line
         return super().construct_mapping(node, deep)
 

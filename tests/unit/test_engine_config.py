@@ -208,7 +208,7 @@ def test_paths_in_a_file_start_at_its_folder(tmp_path: Path) -> None:
         ),
         pytest.param(
             "target: {path: a}\ntp: 2\ntp: 4",
-            r"line 3: tp is given twice \(also in line 2\)",
+            r"best\.yaml: line 3: tp is given twice \(also in line 2\)",
             id="twice",
         ),
         pytest.param(

@@ -55,27 +55,48 @@ def _stream(rows: int) -> tuning.Config:
             "each": {8: 3, 16: 2}[rows], "num_warps": 4}  # fmt: skip
 
 
+def _ahead(block_o: int, unroll: int) -> tuning.Config:
+    return {"scheme": moe_down.AHEAD, "block_o": block_o, "block_i": 1024, "unroll": unroll,
+            "num_warps": 4}  # fmt: skip
+
+
+def _grouped(block_i: int, stages: int, listed: int, combine: int) -> tuning.Config:
+    return {"scheme": moe_down.GROUPED, "block_t": 16, "block_o": 64, "block_i": block_i,
+            "stages": stages, "swap": 1, "num_warps": 4, "listed": listed,
+            "combine": combine}  # fmt: skip
+
+
 ONE, FOUR, SIXTEEN, MANY = "1x1", "1x4", "16x1", "64x1"
 EARLY = frozenset({"linear_add", "norm_route", "linear_route", "other"})
 EXPERTS = frozenset({"moe_gate_up", "moe_down"})
 VARIANTS = {
     "plain": Variant(),
     "early": Variant(pdl=EARLY, sizes=(ONE,)),
+    "early, experts": Variant(pdl=EARLY | EXPERTS, sizes=(ONE,)),
     "joined": Variant(fused=True, sizes=(FOUR, SIXTEEN)),
+    "joined, experts": Variant(fused=True, pdl=EXPERTS, sizes=(FOUR, SIXTEEN)),
+    "stream 8, joined, experts": Variant(
+        force={"moe_down": _stream(8)}, fused=True, pdl=EXPERTS, sizes=(FOUR,)
+    ),
+    "rows searched": Variant(force={"moe_down": _grouped(64, 5, 0, 1024)}, sizes=(MANY,)),
+    "rows listed": Variant(force={"moe_down": _grouped(64, 5, 1, 1024)}, sizes=(MANY,)),
+    "rows listed, 512": Variant(force={"moe_down": _grouped(64, 5, 1, 512)}, sizes=(MANY,)),
+    "rows listed, 256": Variant(force={"moe_down": _grouped(64, 5, 1, 256)}, sizes=(MANY,)),
+    "rows listed, 64/4": Variant(force={"moe_down": _grouped(64, 4, 1, 512)}, sizes=(MANY,)),
+    "rows listed, 32/8": Variant(force={"moe_down": _grouped(32, 8, 1, 512)}, sizes=(MANY,)),
 }
-for _rows in (8, 16):
-    _force = {"moe_down": _stream(_rows)}
-    VARIANTS[f"stream {_rows}, early"] = Variant(force=_force, pdl=EARLY, sizes=(ONE,))
-    VARIANTS[f"stream {_rows}, early too"] = Variant(
-        force=_force, pdl=EARLY | EXPERTS, sizes=(ONE,)
-    )
-    VARIANTS[f"stream {_rows}, joined"] = Variant(force=_force, fused=True, sizes=(FOUR,))
-    VARIANTS[f"stream {_rows}, joined, early"] = Variant(
+for _block_o, _unroll in ((4, 4), (2, 4), (4, 2)):
+    _force = {"moe_down": _ahead(_block_o, _unroll)}
+    _name = f"ahead {_block_o}/{_unroll}"
+    VARIANTS[f"{_name}, early"] = Variant(force=_force, pdl=EARLY, sizes=(ONE,))
+    VARIANTS[f"{_name}, early, experts"] = Variant(force=_force, pdl=EARLY | EXPERTS, sizes=(ONE,))
+    VARIANTS[f"{_name}, joined"] = Variant(force=_force, fused=True, sizes=(FOUR,))
+    VARIANTS[f"{_name}, joined, experts"] = Variant(
         force=_force, fused=True, pdl=EXPERTS, sizes=(FOUR,)
     )
 
 #: variants whose kernels are listed one by one
-PROFILED = ("plain", "early", "joined", "stream 8, early too", "stream 8, joined, early")
+PROFILED = ("plain", "joined", "joined, experts", "rows searched", "rows listed")
 
 
 def _note(out: Path, row: dict[str, object]) -> None:

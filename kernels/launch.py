@@ -108,6 +108,14 @@ def num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@cache
+def shared_memory_bytes(device: torch.device) -> int:
+    """Shared memory that a block may have on a CUDA device; 0 (unknown) for any other."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
 def waiting_programs(device: torch.device, wanted: int, groups: int = 1) -> int:
     """How many programs of each of ``groups`` may wait for the others (``turn_among_last``).
 

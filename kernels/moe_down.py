@@ -18,6 +18,7 @@ from kernels.launch import (
 )
 from kernels.moe_down_kernels import (
     combine_kernel,
+    down_ahead_kernel,
     down_grouped_kernel,
     down_shared_kernel,
     down_stationary_kernel,
@@ -29,7 +30,7 @@ from kernels.moe_tiles import depth, mostly_apart, row_warps, rows_of_expert
 from kernels.tuning import Config
 
 #: configuration values of "scheme"
-VECTOR, STATIONARY, GROUPED, SHARED, STREAM = 0, 1, 2, 3, 4
+VECTOR, STATIONARY, GROUPED, SHARED, STREAM, AHEAD = 0, 1, 2, 3, 4, 5
 #: pairs up to which the vector kernels may be the faster ones
 MAX_PAIRS_SHARED = 128
 #: most tokens of the stationary scheme: its rows are the tokens
@@ -61,9 +62,10 @@ def default_config(
     if num_pairs > MAX_PAIRS_UNSORTED:
         return {"scheme": GROUPED, "block_t": 64, "block_o": 64, "block_i": 128 // element_bytes,
                 "stages": 3, "num_warps": 4}  # fmt: skip
+    block_i = depth(inter, 128 // element_bytes)
     return {"scheme": GROUPED, "block_t": rows_of_expert(num_tokens, num_pairs, num_experts),
-            "block_o": 64, "block_i": depth(inter, 128 // element_bytes), "stages": 5, "swap": 1,
-            "num_warps": 4}  # fmt: skip
+            "block_o": 64, "block_i": block_i, "stages": 5 if block_i > 64 // element_bytes else 8,
+            "swap": 1, "num_warps": 4}  # fmt: skip
 
 
 def _vector(inter: int, top_k: int, element_bytes: int) -> Config:
@@ -142,9 +144,10 @@ def run_down(
     strides = down_EHI.stride()[:2]
     has_residual = residual_TH is not None
     blocks = cdiv(hidden, config["block_o"])
-    if config["scheme"] == VECTOR:
+    if config["scheme"] in (VECTOR, AHEAD):
+        vector = down_vector_kernel if config["scheme"] == VECTOR else down_ahead_kernel
         launch(
-            down_vector_kernel, (num_tokens, blocks), hidden_PI, down_EHI, weight_TK,
+            vector, (num_tokens, blocks), hidden_PI, down_EHI, weight_TK,
             expert_TK, residual, out_TH, hidden, *strides, INTER=inter,
             K=top_k, HAS_RESIDUAL=has_residual,
             BLOCK_O=config["block_o"], BLOCK_I=config["block_i"], UNROLL=config["unroll"],
@@ -166,7 +169,7 @@ def run_down(
             BLOCK_I=config["block_i"], **common,
         )  # fmt: skip
         return
-    block = min(1024, pow2(hidden))
+    block = min(config.get("combine", 1024), pow2(hidden))
     if config["scheme"] == STATIONARY:
         assert active is not None
         split, block_o = config["split"], config["block_o"]

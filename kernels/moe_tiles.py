@@ -43,8 +43,10 @@ def rows_of_expert(num_tokens: int, num_pairs: int, num_experts: int) -> int:
 
 
 def depth(length: int, most: int) -> int:
-    """Largest block along ``length`` up to ``most`` of which at most a quarter is masked."""
+    """Block along ``length``, ``most`` at most: all of it in one step, else hardly any masked."""
+    if pow2(length) <= most:
+        return pow2(length, 16)
     block = pow2(most)
-    while block > 16 and -(-length // block) * block > length * 4 / 3:
+    while block > 16 and -(-length // block) * block > length * 9 / 8:
         block //= 2
     return block

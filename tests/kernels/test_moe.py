@@ -66,6 +66,7 @@ DOWN = {
                                  "stages": 2, "num_warps": 2}),
     "vector-four-tokens": (4, {"scheme": 0, "block_o": 4, "block_i": 32, "unroll": 2,
                                "num_warps": 1}),
+    "ahead": (4, {"scheme": 5, "block_o": 4, "block_i": 16, "unroll": 2, "num_warps": 1}),
     "stream": (1, {"scheme": 4, "block_o": 2, "block_i": 32, "each": 3, "num_warps": 1}),
     "stream-several-blocks": (5, {"scheme": 4, "block_o": 1, "block_i": 32, "each": 1,
                                   "num_warps": 1}),
@@ -74,6 +75,10 @@ DOWN = {
     "shared": (6, {"scheme": 3, "block_o": 8, "block_i": 32, "num_warps": 1}),
     "grouped-swapped": (7, {"scheme": 2, "block_t": 16, "block_o": 64, "block_i": 16, "stages": 3,
                             "swap": 1, "num_warps": 4}),
+    "grouped-many": (9, {"scheme": 2, "block_t": 16, "block_o": 32, "block_i": 16, "stages": 2,
+                        "num_warps": 2}),
+    "grouped-searched": (9, {"scheme": 2, "block_t": 16, "block_o": 32, "block_i": 16,
+                             "stages": 2, "listed": 0, "num_warps": 2}),
     "grouped-few": (5, {"scheme": 2, "block_t": 16, "block_o": 32, "block_i": 16, "stages": 2,
                         "num_warps": 2}),
 }  # fmt: skip

@@ -154,14 +154,16 @@ def test_a_warp_has_512_bytes_of_a_row(block: int, element_bytes: int, wanted: i
     [
         (768, 128, 128),
         (96, 128, 128),
-        (192, 128, 128),
-        (40, 128, 16),
+        (192, 128, 64),
+        (40, 128, 64),
         (1792, 128, 128),
-        (80, 64, 32),
+        (80, 64, 16),
     ],
     ids=str,
 )
-def test_depth_masks_a_quarter_at_most(length: int, most: int, wanted: int) -> None:
+def test_depth_takes_all_in_one_step_or_masks_hardly_any(
+    length: int, most: int, wanted: int
+) -> None:
     assert depth(length, most) == wanted
 
 

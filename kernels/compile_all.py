@@ -33,7 +33,15 @@ from kernels import (
     tuning,
 )
 from kernels.basic_cases import basic_cases, exchange_case, rank_case
-from kernels.catalog import MIXTRAL_8X7B_TP8, QWEN3_30B_A3B, Case, Dims, layer_cases
+from kernels.catalog import (
+    KIMI_K2,
+    MIXTRAL_8X7B_TP8,
+    QWEN3_30B_A3B,
+    Case,
+    Dims,
+    layer_cases,
+    shard,
+)
 from kernels.compile_unit import SHARED_LIMIT_BYTES, Unit, compile_unit, unit_of
 from kernels.launch import programmatic_launch, recording
 from kernels.opset import opset
@@ -100,6 +108,11 @@ def entries(fast: bool) -> Iterator[Entry]:
         return
     for case in layer_cases(QWEN3_30B_A3B, 1, 4, 1024):
         yield Entry(case, torch.float32, ())
+    for dims in (shard(QWEN3_30B_A3B, 2), shard(QWEN3_30B_A3B, 8), shard(KIMI_K2, 8)):
+        for num_tokens in (1, 4, 16, 64):
+            for case in layer_cases(dims, 1, num_tokens, 1024):
+                if case.name in ("norm_route", "norm_moe_add"):
+                    yield Entry(case, torch.bfloat16, ())
     for num_sequences, num_tokens in ((1, 1), (1, 4), (16, 1), (1, 64), (2, 64)):
         for case in layer_cases(QWEN3_30B_A3B, num_sequences, num_tokens, 1024):
             if case.name in ("norm_lm_head", "norm_linear_argmax", "linear_add"):

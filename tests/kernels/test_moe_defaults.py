@@ -1,6 +1,8 @@
 """What the experts run with where nothing is tuned: sound for any model, shard and row count."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -165,6 +167,35 @@ def test_depth_takes_all_in_one_step_or_masks_hardly_any(
     length: int, most: int, wanted: int
 ) -> None:
     assert depth(length, most) == wanted
+
+
+def shipped_moe() -> Iterator[tuple[dict[str, str], dict[str, tuning.Config]]]:
+    """Every shape whose two halves are shipped for the H200: its sizes and configurations."""
+    table = tuning.load(tuning.shipped_path("NVIDIA H200"))["NVIDIA H200"]
+    assert table["moe_gate_up"].keys() == table["moe_down"].keys()
+    for key in table["moe_down"]:
+        sizes = dict(part.split("=") for part in key.split(","))
+        yield sizes, {op: table[op][key] for op in ("moe_gate_up", "moe_down")}
+
+
+def test_what_is_shipped_launches_and_fits_the_h200() -> None:
+    widths = set()
+    for given, configs in shipped_moe():
+        dims = replace(QWEN3_30B_A3B, inter=int(given["I"]))
+        widths.add(dims.inter)
+        case = next(
+            c for c in layer_cases(dims, int(given["T"]), 1, 16) if c.name == "norm_moe_add"
+        )
+        with ExitStack() as stack:
+            for op, config in configs.items():
+                stack.enter_context(tuning.forced(op, config))
+            found = stack.enter_context(recording())
+            case.run(opset("triton"), case.make(torch.device("meta"), torch.bfloat16))
+        assert tuning.last_used("moe_down")[0] == tuning.shape_key(given)
+        for launch in found:
+            assert estimate(launch.kernel.__name__, sizes(launch), 2) <= SHARED_LIMIT_BYTES[90]
+    # one GPU and shards of 2, 4 and 8
+    assert widths == {768, 384, 192, 96}
 
 
 def test_touched_experts_of_one_token_are_its_own_and_of_many_all() -> None:

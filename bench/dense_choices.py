@@ -49,49 +49,38 @@ def _vector(block_o: int, block_k: int, num_warps: int) -> Config:
     return {"vector": 1, "block_o": block_o, "block_k": block_k, "num_warps": num_warps}
 
 
-#: block_t (0: the smallest that holds the tokens), block_o, block_k, split_k, stages, warps, swap
+#: block_t, block_o, block_k, split_k, stages, warps, swap
 _FEW = (
-    (8, 64, 64, 4, 6, 4, 1), (8, 64, 128, 4, 4, 4, 1), (8, 64, 128, 2, 5, 4, 1),
-    (8, 64, 64, 8, 6, 4, 1), (8, 32, 128, 2, 5, 2, 1), (8, 32, 256, 1, 4, 2, 1),
-    (8, 16, 256, 1, 5, 1, 1), (8, 16, 256, 2, 4, 1, 1), (8, 16, 512, 1, 4, 1, 1),
-    (8, 32, 128, 4, 5, 2, 1), (8, 32, 256, 2, 4, 2, 1), (8, 128, 64, 4, 5, 4, 1),
-    (16, 64, 128, 4, 4, 4, 1), (16, 64, 64, 4, 6, 4, 1), (16, 64, 64, 8, 6, 4, 1),
+    (8, 32, 128, 4, 5, 2, 1), (8, 64, 128, 4, 4, 4, 1), (16, 64, 64, 4, 6, 4, 1),
+    (16, 64, 64, 8, 6, 4, 1),
 )  # fmt: skip
-_SIXTEEN = (
-    (16, 64, 64, 4, 6, 4, 1), (16, 64, 128, 4, 4, 4, 1), (16, 32, 128, 2, 5, 4, 0),
-    (16, 64, 128, 2, 5, 4, 1), (16, 64, 64, 8, 6, 4, 1), (16, 16, 256, 1, 5, 1, 1),
-    (16, 16, 256, 2, 4, 1, 1), (16, 32, 128, 4, 5, 2, 1), (16, 32, 128, 4, 5, 4, 0),
+_SIXTEEN = ((16, 64, 64, 4, 6, 4, 1), (16, 64, 128, 4, 4, 4, 1), (16, 64, 64, 8, 6, 4, 1))
+#: ways, block_o, block_k, split_k, stages, warps: parts of the inputs side by side
+_WAYS = (
+    (4, 16, 128, 1, 4, 4), (4, 16, 256, 1, 2, 4), (4, 16, 256, 1, 3, 4), (8, 16, 128, 1, 3, 8),
+    (8, 16, 256, 1, 2, 8), (8, 16, 256, 1, 3, 8), (2, 16, 256, 1, 4, 2), (4, 32, 128, 1, 3, 4),
+    (4, 16, 64, 1, 6, 4), (8, 16, 128, 1, 4, 8), (4, 16, 128, 2, 4, 4),
 )  # fmt: skip
-_TOKENS = (
-    (8, 256, 2, 1), (8, 512, 1, 2), (8, 512, 2, 2), (8, 1024, 1, 4), (4, 256, 3, 1),
-    (4, 512, 2, 2), (16, 512, 1, 4), (16, 1024, 1, 4),
-)  # fmt: skip
-_ONE = ((8, 256, 3, 1), (8, 512, 2, 2), (4, 512, 3, 2), (4, 1024, 2, 4), (2, 1024, 3, 2))
-_VECTOR = (
-    (8, 2048, 4), (4, 2048, 4), (4, 2048, 2), (2, 2048, 2), (4, 1024, 2), (2, 2048, 1),
-    (1, 4096, 4), (2, 1024, 1), (4, 4096, 4),
-)  # fmt: skip
-_HEAD = (
-    (8, 64, 128, 1, 5, 4, 1), (16, 64, 128, 1, 5, 4, 1), (16, 128, 128, 1, 4, 4, 1),
-    (8, 128, 128, 1, 4, 4, 1), (8, 64, 256, 1, 4, 4, 1), (8, 32, 256, 1, 4, 2, 1),
-)  # fmt: skip
-#: of the route: block_t, block_o, block_k, split_k, stages, warps, swap
-_ROUTE = (
-    (8, 64, 128, 4, 4, 4, 1), (8, 64, 64, 4, 6, 4, 1), (8, 32, 128, 4, 5, 4, 1),
-    (8, 32, 256, 2, 4, 4, 1), (8, 64, 128, 8, 4, 4, 1),
-    (8, 32, 128, 8, 5, 4, 1), (8, 32, 128, 4, 5, 2, 1), (16, 32, 128, 4, 5, 4, 0),
-)  # fmt: skip
-_ROUTE_TOKENS = (
-    (16, 2048, 1, 8), (16, 1024, 1, 8), (16, 1024, 2, 8), (16, 1024, 1, 4), (8, 1024, 2, 8),
-    (16, 512, 2, 8),
-)  # fmt: skip
-#: block_l, splits, fold, wait, ahead, stages, num_warps, rows that a waiting program adds up
+#: block_o, block_k, ahead, warps
+_TOKENS = ((8, 512, 1, 2), (8, 1024, 1, 4))
+_VECTOR = ((8, 2048, 4), (4, 1024, 2), (2, 2048, 1), (1, 4096, 4), (2, 2048, 2), (4, 2048, 4))
+_HEAD = ((16, 64, 128, 1, 5, 4, 1), (16, 64, 128, 1, 6, 4, 1), (16, 64, 64, 1, 8, 4, 1))
+_ROUTE = ((8, 64, 128, 4, 4, 4, 1), (8, 32, 128, 4, 5, 2, 1), (8, 64, 64, 4, 6, 4, 1))
+#: block_l, splits, fold, wait, ahead, stages, num_warps
 _ATTENTION = (
-    (64, 16, 0, 1, 1, 2, 4, 0), (64, 16, 0, 1, 1, 2, 4, 2), (64, 16, 0, 1, 1, 2, 4, 4),
-    (64, 16, 0, 1, 1, 2, 2, 0), (64, 16, 0, 1, 1, 2, 2, 4), (32, 32, 0, 1, 1, 2, 2, 4),
-    (64, 6, 0, 0, 1, 3, 4, 0), (64, 6, 0, 0, 1, 3, 2, 0), (64, 4, 0, 0, 1, 3, 4, 0),
-    (64, 8, 0, 1, 1, 3, 4, 4), (64, 20, 0, 1, 1, 2, 4, 0), (64, 8, 0, 0, 1, 2, 4, 0),
+    (64, 16, 0, 1, 1, 2, 4), (64, 16, 0, 1, 1, 2, 2), (64, 20, 0, 1, 1, 2, 4),
+    (64, 6, 0, 0, 1, 3, 4), (64, 4, 0, 0, 1, 3, 4),
 )  # fmt: skip
+
+
+def _side_by_side(rows: int, whole: int) -> list[Config]:
+    names = ("ways", "block_o", "block_k", "split_k", "stages", "num_warps")
+    base = {"vector": 0, "norm_first": 0, "swap": 1, "block_t": 8 if rows <= 8 else 16}
+    return [
+        base | dict(zip(names, values, strict=True))
+        for values in _WAYS
+        if values[0] * values[2] * values[3] <= whole
+    ]
 
 
 def _named(configs: list[Config]) -> dict[str, Config]:
@@ -105,16 +94,15 @@ def _named(configs: list[Config]) -> dict[str, Config]:
 
 def _linear_configs(op: str, rows: int, outputs: int, inputs: int) -> dict[str, Config]:
     default = linear.default_config(rows, outputs, inputs, 2)
+    ways = _side_by_side(rows, inputs)
     if rows == 1:
-        found = [_vector(*v) for v in _VECTOR if v[1] <= inputs] + [_tokens(*v) for v in _ONE]
+        found = [_vector(*v) for v in _VECTOR if v[1] <= inputs] + ways[:5]
     elif op == "lm_head":
-        found = [_matrix(*v) for v in _HEAD if v[0] >= rows]
-        found += [_tokens(*v) for v in _TOKENS[2:4] if rows <= 8]
+        found = [_matrix(*v) for v in _HEAD if v[0] >= rows] + ways[:4]
     elif rows <= 8:
-        few = _FEW if outputs * inputs < 1.2e7 else _FEW[:11]
-        found = [_matrix(*v) for v in few] + [_tokens(*v) for v in _TOKENS]
+        found = [_matrix(*v) for v in _FEW] + [_tokens(*v) for v in _TOKENS] + ways
     else:
-        found = [_matrix(*v) for v in _SIXTEEN]
+        found = [_matrix(*v) for v in _SIXTEEN] + ways
     return {"table": {}, "default": default} | _named(found)
 
 
@@ -123,7 +111,7 @@ def _attention_configs(dims: Dims, size: tuple[int, int]) -> dict[str, Config]:
     default = attention_kernel.default_config(
         groups, rows, CONTEXT + size[1], dims.head_size, 2, _META
     )
-    names = ("block_l", "splits", "fold", "wait", "ahead", "stages", "num_warps", "each")
+    names = ("block_l", "splits", "fold", "wait", "ahead", "stages", "num_warps")
     found: list[Config] = []
     for block_r in (16, 32) if rows > 16 and size[0] > 1 else (16,):
         for values in _ATTENTION:
@@ -135,7 +123,7 @@ def _attention_configs(dims: Dims, size: tuple[int, int]) -> dict[str, Config]:
 def _route_configs(rows: int) -> dict[str, Config]:
     default = linear_route.default_config(rows, 2048, 4096, 128, 2)
     found = [{k: v for k, v in _matrix(*values).items() if k != "norm_first"} for values in _ROUTE]
-    found += [_tokens(*values) for values in _ROUTE_TOKENS]
+    found += _side_by_side(rows, 4096)
     return {"table": {}, "default": default} | _named(found)
 
 
@@ -177,35 +165,36 @@ def _of_model(
     return found
 
 
+def _drafts(rows: int, names: tuple[str, ...]) -> Iterator[Choice]:
+    for name in names:
+        op, outputs, inputs, _ = SHAPES[name]
+
+        def make(small: bool, name: str = name) -> Case:
+            return case_of(name, rows)
+
+        yield Choice(
+            name=f"draft {rows} {name}", group="draft", op=op, case=make,
+            configs=_linear_configs(op, rows, outputs, inputs),
+        )  # fmt: skip
+
+
 def _cases() -> Iterator[Choice]:
     """Every shape, the most valuable first."""
     whole, shard = QWEN3_30B_A3B, SHARD
-    yield from _of_model(whole, "whole", (1, 4), ("norm_linear", "linear_route", "qkv_attention"))
-    yield from _of_model(shard, "shard", (4, 1), ("norm_linear", "linear_add", "qkv_attention"))
-    yield from _of_model(shard, "shard", (1, 4), ("qkv_attention",))
-    yield from _of_model(whole, "whole", (4, 1), ("qkv_attention",))
+    yield from _of_model(whole, "whole", (1, 4), ("norm_linear", "linear_route"))
     yield from _of_model(whole, "whole", (1, 1), ("norm_linear", "linear_add"))
-    for name in ("qkv", "down", "gate_up", "fc"):
-        op, outputs, inputs, _ = SHAPES[name]
-        for rows in (1, 4):
-            if name == "fc" and rows == 1:
-                continue
-
-            def make(small: bool, name: str = name, rows: int = rows) -> Case:
-                return case_of(name, rows)
-
-            yield Choice(
-                name=f"draft {rows} {name}", group="draft", op=op, case=make,
-                configs=_linear_configs(op, rows, outputs, inputs),
-            )  # fmt: skip
-    yield from _of_model(
-        shard, "shard", (1, 1), ("norm_linear", "linear_add", "qkv_attention", "norm_lm_head")
-    )
-    yield from _of_model(shard, "shard", (4, 1), ("norm_lm_head",))
-    yield from _of_model(
-        shard, "shard", (16, 1), ("norm_linear", "linear_add", "qkv_attention", "norm_lm_head")
-    )
-    yield from _of_model(whole, "whole", (1, 4), ("norm_lm_head",))
+    yield from _of_model(shard, "shard", (4, 1), ("norm_linear", "linear_add"))
+    yield from _drafts(4, ("qkv", "down", "gate_up", "fc"))
+    yield from _of_model(whole, "whole", (16, 1), ("norm_linear", "linear_route"))
+    yield from _of_model(shard, "shard", (1, 1), ("norm_linear", "linear_add"))
+    yield from _of_model(shard, "shard", (16, 1), ("norm_linear", "linear_add"))
+    yield from _drafts(1, ("qkv", "down", "gate_up"))
+    for dims, group, sizes in (
+        (whole, "whole", ((1, 4), (4, 1), (1, 1))),
+        (shard, "shard", ((1, 4), (4, 1), (1, 1), (16, 1))),
+    ):
+        for size in sizes:
+            yield from _of_model(dims, group, size, ("qkv_attention", "norm_lm_head"))
 
 
 CASES = tuple(_cases())

@@ -1,6 +1,6 @@
 """Configurations of the dense and attention kernels side by side on this GPU.
 
-    python bench/dense_variants.py --json OUT [--groups whole shard draft] [--budget-s 60]
+    python bench/dense_variants.py --json OUT [--groups whole shard draft] [--cases norm_linear]
 
 Shapes of Qwen3-30B-A3B in bf16: the whole model, one rank of two, the EAGLE-3 head. "table" is what
 the op runs with unless told otherwise, "default" what it would without the shipped table. Every
@@ -213,6 +213,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--groups", nargs="+", default=["whole", "shard", "draft"])
+    parser.add_argument("--cases", nargs="+", default=[""], help="parts of the names of some")
     parser.add_argument("--workers", type=int, default=15)
     parser.add_argument("--compile-s", type=float, default=32.0)
     parser.add_argument("--budget-s", type=float, default=60.0)
@@ -222,7 +223,11 @@ def main(argv: list[str] | None = None) -> int:
         print("bench/dense_variants.py needs a CUDA GPU", file=sys.stderr)
         return 2
     begin = time.monotonic()
-    numbers = [i for i, choice in enumerate(CASES) if choice.group in args.groups]
+    numbers = [
+        i
+        for i, choice in enumerate(CASES)
+        if choice.group in args.groups and any(part in choice.name for part in args.cases)
+    ]
     ready = compile_all(numbers, args.workers, args.compile_s)
     print(f"{len(ready)} compiled in {time.monotonic() - begin:.0f} s", flush=True)
     best: dict[int, list[dict[str, Any]]] = {}

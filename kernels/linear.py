@@ -302,8 +302,8 @@ def _launch_linear(
         partial, partial_squares, counters,
         num_tokens, num_outputs, x_TK.stride(0), weight_OK.stride(0), num_outputs, eps,
         **flags, BLOCK_T=block_t, BLOCK_O=block_o, BLOCK_K=config["block_k"], SPLIT_K=split,
-        STAGES=config["stages"], SWAP=bool(config.get("swap")), PRECISION="ieee",
-        PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
+        WAYS=config.get("ways", 1), STAGES=config["stages"], SWAP=bool(config.get("swap")),
+        PRECISION="ieee", PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
     )  # fmt: skip
     return out, total, value, index
 

@@ -120,6 +120,47 @@ def matrix_product(
 
 
 @triton.jit
+def ways_product(
+    x, added, gain, weight, total, o, t, pid_o, pid_k, T, OUT, x_stride, weight_stride,
+    K: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, WAYS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As ``matrix_product``, in ``WAYS`` parts of the inputs side by side in one program.
+
+    A warp has a part for itself, so that few outputs a program still give every multiprocessor
+    many warps; their sums meet within the program instead of in memory.
+    """
+    WHOLE: tl.constexpr = SPLIT_K * WAYS * BLOCK_K
+    PART: tl.constexpr = (K + WHOLE - 1) // WHOLE * BLOCK_K
+    way = pid_k * WAYS + tl.arange(0, WAYS)
+    k = way[:, None] * PART + tl.arange(0, BLOCK_K)[None, :]
+    in_o = (o < OUT)[None, :, None]
+    in_t = (t < T)[None, :, None]
+    rows = weight + o.to(tl.int64)[None, :, None] * weight_stride + k[:, None, :]
+    at = t.to(tl.int64)[None, :, None] * x_stride + k[:, None, :]
+    wait_for_predecessor(PDL)
+    acc = tl.zeros([WAYS, BLOCK_O, BLOCK_T], dtype=tl.float32)
+    squares_all = tl.zeros([WAYS, BLOCK_T, BLOCK_K], dtype=tl.float32)
+    for k0 in tl.range(0, PART, BLOCK_K, num_stages=STAGES):
+        in_k = (k0 + k < K)[:, None, :]
+        in_x = in_t & in_k
+        tile = tl.load(rows + k0, mask=in_o & in_k, other=0.0, eviction_policy="evict_first")
+        v = tl.load(x + at + k0, mask=in_x, other=0.0)
+        if HAS_ADDED:
+            v = add_rounded(v, tl.load(added + at + k0, mask=in_x, other=0.0))
+            if pid_o == 0:
+                tl.store(total + at + k0, v, mask=in_x)
+        if HAS_NORM:
+            wide = v.to(tl.float32)
+            squares_all += wide * wide
+            g = tl.load(gain + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
+            v = (wide * g[:, None, :]).to(weight.dtype.element_ty)
+        acc = dot(tile, tl.trans(v, 0, 2, 1), acc, PRECISION)
+    return tl.trans(tl.sum(acc, axis=0)), tl.sum(tl.sum(squares_all, axis=2), axis=0)
+
+
+@triton.jit
 def linear_matrix_kernel(
     x, added, gain, weight, residual, out, total, best_value, best_index,
     partial, partial_squares, counters,
@@ -127,7 +168,7 @@ def linear_matrix_kernel(
     K: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     STORE: tl.constexpr, ARGMAX: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    WAYS: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     pid_o = tl.program_id(0)
@@ -135,10 +176,16 @@ def linear_matrix_kernel(
     pid_t = tl.program_id(2)
     o = pid_o * BLOCK_O + tl.arange(0, BLOCK_O)
     t = pid_t * BLOCK_T + tl.arange(0, BLOCK_T)
-    acc, squares = matrix_product(
-        x, added, gain, weight, total, o, t, pid_o, pid_k, T, OUT, x_stride, weight_stride, K,
-        HAS_ADDED, HAS_NORM, BLOCK_T, BLOCK_O, BLOCK_K, SPLIT_K, STAGES, SWAP, PRECISION, PDL,
-    )  # fmt: skip
+    if WAYS > 1:
+        acc, squares = ways_product(
+            x, added, gain, weight, total, o, t, pid_o, pid_k, T, OUT, x_stride, weight_stride, K,
+            HAS_ADDED, HAS_NORM, WAYS, BLOCK_T, BLOCK_O, BLOCK_K, SPLIT_K, STAGES, PRECISION, PDL,
+        )  # fmt: skip
+    else:
+        acc, squares = matrix_product(
+            x, added, gain, weight, total, o, t, pid_o, pid_k, T, OUT, x_stride, weight_stride, K,
+            HAS_ADDED, HAS_NORM, BLOCK_T, BLOCK_O, BLOCK_K, SPLIT_K, STAGES, SWAP, PRECISION, PDL,
+        )  # fmt: skip
     if SPLIT_K > 1:
         block = (pid_t * tl.num_programs(0) + pid_o).to(tl.int64)
         inner = tl.arange(0, BLOCK_T)[:, None] * BLOCK_O + tl.arange(0, BLOCK_O)[None, :]

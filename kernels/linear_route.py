@@ -206,6 +206,7 @@ def linear_route(
         )
         launch(
             linear_route_matrix_kernel, (blocks, split), *arguments, **flags, BLOCK_T=block_t,
-            SPLIT_K=split, STAGES=config["stages"], SWAP=bool(config["swap"]), PRECISION="ieee",
+            SPLIT_K=split, WAYS=config.get("ways", 1), STAGES=config["stages"],
+            SWAP=bool(config["swap"]), PRECISION="ieee",
         )  # fmt: skip
     return Routed(out_TO, weight_TK, expert_TK, Normed(weighted_TO, squares_NT))

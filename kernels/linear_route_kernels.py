@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.device import dot, last_to_arrive, turn_among_last, wait_for_predecessor
-from kernels.linear_kernels import matrix_product
+from kernels.linear_kernels import matrix_product, ways_product
 from kernels.linear_tokens import tokens_product
 from kernels.router_kernels import choose_one
 
@@ -126,7 +126,8 @@ def linear_route_matrix_kernel(
     HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, LAST: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    WAYS: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -143,10 +144,16 @@ def linear_route_matrix_kernel(
         other=0.0,
     )
     g = tl.load(gain + o, mask=in_o, other=0.0).to(tl.float32)
-    acc, _ = matrix_product(
-        x, x, gain, weight, out, o, t, pid_o, pid_k, T, OUT, x_stride, weight_stride, K,
-        False, False, BLOCK_T, BLOCK_O, BLOCK_K, SPLIT_K, STAGES, SWAP, PRECISION, PDL,
-    )  # fmt: skip
+    if WAYS > 1:
+        acc, _ = ways_product(
+            x, x, gain, weight, out, o, t, pid_o, pid_k, T, OUT, x_stride, weight_stride, K,
+            False, False, WAYS, BLOCK_T, BLOCK_O, BLOCK_K, SPLIT_K, STAGES, PRECISION, PDL,
+        )  # fmt: skip
+    else:
+        acc, _ = matrix_product(
+            x, x, gain, weight, out, o, t, pid_o, pid_k, T, OUT, x_stride, weight_stride, K,
+            False, False, BLOCK_T, BLOCK_O, BLOCK_K, SPLIT_K, STAGES, SWAP, PRECISION, PDL,
+        )  # fmt: skip
     shown = (t < T)[:, None] & in_o[None, :]
     finish = True
     if SPLIT_K > 1:
@@ -173,7 +180,11 @@ def linear_route_matrix_kernel(
         wide = y.to(tl.float32)
         weighted = (wide * g[None, :]).to(normed.dtype.element_ty)
         tl.store(normed + where, weighted, mask=shown)
-        share = dot(weighted, tl.trans(router_tile), None, PRECISION)
+        if BLOCK_T < 16:
+            # a tensor core wants 16 rows: the experts are
+            share = tl.trans(dot(router_tile, tl.trans(weighted), None, PRECISION))
+        else:
+            share = dot(weighted, tl.trans(router_tile), None, PRECISION)
         at = (pid_o * T + t)[:, None] * BLOCK_E + e[None, :]
         tl.store(partial_logits + at, share, mask=(t < T)[:, None])
         tl.store(partial_squares + pid_o * T + t, tl.sum(wide * wide, axis=1), mask=t < T)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model.calibration import Calibration
+from model.calibration import LAUNCHED, LAUNCHED_SD, Calibration
 from model.collectives import CollectiveTimes, Route
 from model.constants import as_mapping, from_scale
 from model.machine import Machine
@@ -37,6 +37,12 @@ _WORST_RESIDUAL = 0.5
 _MODE_ROUNDS = 3
 #: misfit (log of Student-t terms) that the slow mode must save to be believed
 _SLOW_GAIN = 2.0
+#: and that both modes must save over one for all rows
+_SPLIT_GAIN = 6.0
+#: a group is bound by launches when its slow mode is this many times its fast one
+_LAUNCH_BOUND = 1.1
+#: log ratio between launch-bound rows from which both modes are tried
+_APART = 0.25
 #: spread of a probe row, relative
 _PROBE_SD = 0.05
 
@@ -62,10 +68,40 @@ def calibrate(
     if step is None and (terms or (reduces and collectives is None)):
         raise ValueError("terms need the step model, all-reduce rows the machine's collectives")
     data = _Data(step, collectives, calibration, terms, reduces, experts)
-    x = calibration.x.copy()
-    # the fast mode is the rule: a host that is slower throughout has costlier launches
-    modes = np.zeros(data.values.size, dtype=bool)
     told = _told(calibration, data)
+    # the fast mode is the rule: a host that is slower throughout has costlier launches
+    fit, modes = _fitted(calibration, data, told, np.zeros(data.values.size, dtype=bool))
+    apart = data.split_modes(fit.x)
+    if apart is not None:
+        # launches that lie far apart may be of both modes, which no step from one mode finds
+        other, other_modes = _fitted(calibration, data, told, apart)
+        saved = data.misfit(fit.x, modes, calibration)
+        saved -= data.misfit(other.x, other_modes, calibration)
+        if saved > _SPLIT_GAIN:
+            fit, modes = other, other_modes
+    x = fit.x
+    fixed = {
+        "discrepancy": data.discrepancy(calibration["discrepancy"], x, modes),
+        "host_slow_share": data.slow_share(calibration["host_slow_share"], x, modes),
+    }
+    residuals = data.term_residuals(calibration["discrepancy"], x, modes)
+    residuals[LAUNCHED] = data.launched(x, modes)
+    sources = [
+        *(o.source for o in terms),
+        *(o.source for o in reduces),
+        *(o.source for o in experts),
+    ]
+    return _updated(calibration, fit, sources, fixed, residuals)
+
+
+def _fitted(
+    calibration: Calibration,
+    data: "_Data",
+    told: NDArray[np.intp],
+    modes_N: NDArray[np.bool_],
+) -> tuple[Fit, NDArray[np.bool_]]:
+    """Fit of the told constants, and the modes that groups are in, starting from ``modes_N``."""
+    x, modes = calibration.x.copy(), modes_N
     prior = calibration.covariance[np.ix_(told, told)]
     least, most = calibration.limits
     for _ in range(_MODE_ROUNDS):
@@ -90,18 +126,7 @@ def calibrate(
             break
     covariance = calibration.covariance.copy()
     covariance[np.ix_(told, told)] = part.covariance
-    fit = Fit(x, covariance, part.residuals, part.cost)
-    fixed = {
-        "discrepancy": data.discrepancy(calibration["discrepancy"], x, modes),
-        "host_slow_share": data.slow_share(calibration["host_slow_share"], x, modes),
-    }
-    residuals = data.term_residuals(calibration["discrepancy"], x, modes)
-    sources = [
-        *(o.source for o in terms),
-        *(o.source for o in reduces),
-        *(o.source for o in experts),
-    ]
-    return _updated(calibration, fit, sources, fixed, residuals)
+    return Fit(x, covariance, part.residuals, part.cost), modes
 
 
 def _told(calibration: Calibration, data: "_Data") -> NDArray[np.intp]:
@@ -252,28 +277,65 @@ class _Data:
         result[rows.size :] = gain[rows.size :] > _SLOW_GAIN
         return result
 
-    def discrepancy(self, prior: float, x: Array, slow_N: NDArray[np.bool_]) -> float:
-        """Relative residual of whole rows, shrunk towards the prior."""
-        predicted = self.predict(x[None], slow_N)[0]
+    def split_modes(self, x: Array) -> NDArray[np.bool_] | None:
+        """Groups of the slower half of launch-bound rows, where these lie far apart; else None."""
+        fast, slow = self.modes(x)
         sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for n, (row, term, _) in enumerate(self._groups):
-            if term in ("verify", "decode", "cycle"):
-                continue
-            sums[row][0] += self.values[n]
-            sums[row][1] += predicted[n]
-        square = [np.log(seen / model) ** 2 for seen, model in sums.values() if seen > 0]
-        square += [
-            np.log(self.values[n] / predicted[n]) ** 2
-            for n, (_, term, _) in enumerate(self._groups)
-            if term == "cycle"
-        ]
-        capped = np.minimum(square, _WORST_RESIDUAL**2) if square else np.zeros(0)
-        total = _PRIOR_WEIGHT * prior**2 + float(np.sum(capped))
-        found = float(np.sqrt(total / (_PRIOR_WEIGHT + len(square))))
+        bound = np.zeros(self.values.size, dtype=bool)
+        for n, (row, _, _) in enumerate(self._groups):
+            bound[n] = slow[n] > fast[n] * _LAUNCH_BOUND
+            if bound[n]:
+                sums[row][0] += self.values[n]
+                sums[row][1] += fast[n]
+        off = {row: float(np.log(seen / model)) for row, (seen, model) in sums.items()}
+        if not off or max(off.values()) - min(off.values()) < _APART:
+            return None
+        middle = 0.5 * (max(off.values()) + min(off.values()))
+        late = {row for row, value in off.items() if value > middle}
+        result = np.zeros(self.values.size, dtype=bool)
+        for n, (row, _, _) in enumerate(self._groups):
+            result[n] = bound[n] and row in late
+        return result
+
+    def misfit(self, x: Array, slow_N: NDArray[np.bool_], prior: Calibration) -> float:
+        """Student-t misfit of the groups plus distance from the prior, to compare two fits."""
+        residual = np.log(self.values / self.predict(x[None], slow_N)[0]) / self.rel_sds
+        away = np.linalg.solve(np.linalg.cholesky(prior.covariance), x - prior.x)
+        both = 2.5 * np.log1p(residual**2 / 4.0).sum() + 2.0 * np.log1p(away**2 / 4.0).sum()
+        return float(both)
+
+    def discrepancy(self, prior: float, x: Array, slow_N: NDArray[np.bool_]) -> float:
+        """Relative residual of whole rows that launches do not bind, shrunk towards the prior."""
+        found = self._residual(self._whole_rows(x, slow_N, bound=False), prior)
         # the constants have as many degrees of freedom as one or two knobs have terms: that those
         # are matched says nothing of the next ones
         several = len({row for row, _, _ in self._groups}) >= _SEVERAL
         return found if several else max(found, prior)
+
+    def launched(self, x: Array, slow_N: NDArray[np.bool_]) -> float:
+        """The same of rows that launches bind, about the host's mode they were read in."""
+        return self._residual(self._whole_rows(x, slow_N, bound=True), LAUNCHED_SD)
+
+    def _whole_rows(self, x: Array, slow_N: NDArray[np.bool_], *, bound: bool) -> list[float]:
+        """Log of measured over predicted for rows (their terms added up, or their cycle)."""
+        fast, slow = self.modes(x)
+        predicted = np.where(slow_N, slow, fast)
+        sums: dict[tuple[int, str], Array] = defaultdict(lambda: np.zeros(4))
+        for n, (row, term, _) in enumerate(self._groups):
+            if term not in ("verify", "decode"):
+                key = (row, "cycle" if term == "cycle" else "terms")
+                sums[key] += (self.values[n], predicted[n], fast[n], slow[n])
+        return [
+            float(np.log(seen / model))
+            for seen, model, quick, late in sums.values()
+            if (late > quick * _LAUNCH_BOUND) == bound
+        ]
+
+    @staticmethod
+    def _residual(off: Sequence[float], prior: float) -> float:
+        square = np.minimum(np.square(off), _WORST_RESIDUAL**2)
+        total = _PRIOR_WEIGHT * prior**2 + float(np.sum(square))
+        return float(np.sqrt(total / (_PRIOR_WEIGHT + len(off))))
 
     def term_residuals(self, prior: float, x: Array, slow_N: NDArray[np.bool_]) -> dict[str, float]:
         """Relative residual of each term that was measured by itself, shrunk towards the prior.

@@ -125,7 +125,9 @@ def attention_us(shape: ModelShape, f: Forwards, device: Device, c: Constants) -
         attend * f.tokens * seen_rows / (device.flops_per_us * c["flops_fraction"]),
     )
     dense = gemm_us(weights, flops, relative_rate(shape.other_format), device, c, f.tokens)
-    per_layer = dense + kernels * c["kernel_gap_us"] + c["attention_us"]
+    # beyond one row kernels that multiply by a vector give way to tiles
+    batched = np.where(f.tokens > 1.5, c["attention_batched_us"], 0.0)
+    per_layer = dense + kernels * c["kernel_gap_us"] + c["attention_us"] + batched
     result: Array = shape.layers * per_layer + kv
     return result
 

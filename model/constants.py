@@ -94,6 +94,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "graph_launch_us": (0.5, 250.0),
     "gemm_row_share": (1e-4, 0.5),
     "attention_us": (0.1, 2000.0),
+    "attention_batched_us": (0.01, 2000.0),
     "moe_fixed_us": (0.5, 5000.0),
     "moe_rows_us": (0.001, 1000.0),
     "draft_step_us": (0.2, 5000.0),
@@ -146,7 +147,7 @@ def _launch(machine: Machine, server: Server) -> Constant:
         # torch launches the probe's kernels from C++, an engine may launch its own from Python
         return _row("launch_us", eager.median_us, "us per kernel", 0.4, "probed on this machine")
     source = f"probed on this machine, x {calls:g}: launched from Python"
-    return _row("launch_us", calls * eager.median_us, "us per kernel", 0.5, source)
+    return _row("launch_us", calls * eager.median_us, "us per kernel", 0.45, source)
 
 
 def _gpu_constants(machine: Machine, server: Server) -> list[Constant]:
@@ -172,6 +173,7 @@ def _gpu_constants(machine: Machine, server: Server) -> list[Constant]:
         _row("flops_fraction", 0.70, "of peak", 0.25, "torch matmul 0.85-0.89, less when small"),
         gap,
         _row("attention_us", 8.0, "us per layer", 0.5, "MLA decode kernel 16.6 us (triton)"),
+        _row("attention_batched_us", 1.0, "us per layer if batched", 1.2, _JUDGED),
         _row("gemm_row_share", 0.012, "of the weight stream per row", 0.6, _STEP),
         _row("kv_fraction", 0.55, "of peak", 0.35, _JUDGED),
         dram("moe_dram_fraction", _LAYERS),
@@ -212,6 +214,7 @@ def _cpu_constants(machine: Machine) -> list[Constant]:
         _row("flops_fraction", 0.3, "of peak", 0.8, _JUDGED),
         _row("kernel_gap_us", 0.5, "us per op", 0.5, _JUDGED),
         _row("attention_us", 20.0, "us per layer", 0.8, _JUDGED),
+        _row("attention_batched_us", 2.0, "us per layer if batched", 1.2, _JUDGED),
         _row("gemm_row_share", 0.02, "of the weight stream per row", 1.0, _JUDGED),
         _row("kv_fraction", 0.3, "of peak", 0.8, _JUDGED),
         _row("moe_dram_fraction", 0.5, "of peak", 0.6, _JUDGED),

@@ -30,10 +30,14 @@ def term_draws(
     predictor: Predictor,
     knobs: Sequence[Knobs],
     workloads: Sequence[Workload],
+    per_sample: int = _PER_SAMPLE,
 ) -> Mapping[str, Array]:
-    """Terms of ``StepModel.terms_ms``, ms [U, S], drawn jointly; all are 0 or more."""
+    """Terms of ``StepModel.terms_ms``, ms [U, S], drawn jointly; all are 0 or more.
+
+    ``per_sample``: draws of the constants for each sample of the acceptance.
+    """
     calibration = predictor.calibration
-    num_draws = _PER_SAMPLE * len(predictor.acceptance.samples)
+    num_draws = per_sample * len(predictor.acceptance.samples)
     rows = StepRows.of(list(knobs), list(workloads))
     num = len(calibration.names)
     rng = np.random.default_rng(_SEED)
@@ -64,9 +68,10 @@ def cycle_draws(
     predictor: Predictor,
     knobs: Sequence[Knobs],
     workloads: Sequence[Workload],
+    per_sample: int = _PER_SAMPLE,
 ) -> Array:
-    """Cycle (or plain step) of each knobs, ms [U, S]."""
-    terms = term_draws(predictor, knobs, workloads)
+    """Cycle (or plain step) of each knobs, ms [U, S]; ``per_sample`` as in ``term_draws``."""
+    terms = term_draws(predictor, knobs, workloads, per_sample)
     total: Array = np.sum(np.stack(list(terms.values())), axis=0)
     return total
 

@@ -228,9 +228,11 @@ class Predictor:
         """
         base = np.maximum(times.fast, 1e-12), np.maximum(times.slow, 1e-12)
         log_fast, log_slow = np.log(base[0]), np.log(base[1])
-        left_out = self.calibration["discrepancy"] if residual is None else residual
         jitter = np.where(log_slow - log_fast > 1e-9, self.calibration["host_jitter"] ** 2, 0.0)
-        extra = left_out**2 + jitter
+        if residual is None:
+            extra = jitter + self._left_out(log_slow - log_fast) ** 2
+        else:
+            extra = jitter + residual**2
         share = self.calibration["host_slow_share"]
         tokens = np.log(workload.concurrency * 1e3) + log_tau
 
@@ -250,6 +252,16 @@ class Predictor:
         )
         speed = np.stack([slower[0], np.sqrt(slower[1] * faster[1]), faster[2]])
         return cycle, speed
+
+    def _left_out(self, log_ratio: Array) -> Array:
+        """Relative sd of what the formulas leave out of cycles, by how far launches bind them.
+
+        ``log_ratio``: slow mode over fast mode; a cycle all of launches has the host's own ratio.
+        """
+        captured = self.calibration["discrepancy"]
+        bound = np.clip(log_ratio / np.log(max(self.calibration["host_slow_ratio"], 1.01)), 0, 1)
+        result: Array = captured + bound * (self.calibration.launched_residual - captured)
+        return result
 
     def _tau_of_tree(self, tree: tuple[str, int, int, int], workload: Workload) -> Array:
         if tree == OFF:

@@ -93,10 +93,11 @@ ENGINE = Server(
     waves=True,
     whole_draft=True,
     mark_us=0.7,
-    launch_calls=14.0,
+    launch_calls=17.0,
     priors=_priors(
         _ROWS,
-        attention_us=(3.0, 0.8),
+        attention_us=(2.5, 0.7),
+        attention_batched_us=(5.0, 0.6),
         moe_fixed_us=(7.0, 0.5),
         moe_batched_us=(1.0, 1.2),
         moe_rows_us=(1.4, 0.7),
@@ -125,8 +126,10 @@ VLLM = Server(
         _VLLM_ROWS,
         attention_us=(4.0, 0.7),
         moe_fixed_us=(9.0, 0.6),
-        host_gap_us=(600.0, 0.6),
-        host_gap_spec_us=(900.0, 1.0),
+        sample_us=(40.0, 0.8),
+        host_gap_us=(350.0, 0.8),
+        host_gap_request_us=(2.0, 1.0),
+        host_gap_spec_us=(1200.0, 1.0),
     ),
 )
 #: the simulated backend runs the generic model's terms in waves

@@ -52,8 +52,10 @@ def wave(tau_S: Array, steps: int, *, requests: int, tokens: int, seen: bool, wa
         sd = float(np.sqrt((between + noise) / requests)) / mean
         return Wave(float(log_tau.mean()), float(np.hypot(log_tau.std(), sd)))
     variance = emitted_variance(middle, steps)
-    # a cycle's last tokens may not be wanted: half of what one emits, on a lattice
-    mean += (variance + middle**2) / (2.0 * middle**2) - 0.5 / middle
+    if not seen:
+        # a cycle's last tokens may not be wanted: half of what one emits, on a lattice. Counts of
+        # a run leave out what it did not want, and so does tau after them
+        mean += (variance + middle**2) / (2.0 * middle**2) - 0.5 / middle
     spread = float(np.sqrt(within + (mean * own) ** 2))
     last = mean + spread * largest_normal(requests)
     least, most = np.ceil(length / (steps + 1)), length

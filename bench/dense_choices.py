@@ -93,7 +93,7 @@ def _named(configs: list[Config]) -> dict[str, Config]:
 
 
 def _linear_configs(op: str, rows: int, outputs: int, inputs: int) -> dict[str, Config]:
-    default = linear.default_config(rows, outputs, inputs, 2)
+    default = linear.default_config(rows, outputs, inputs, 2, has_norm=op != "linear_add")
     ways = _side_by_side(rows, inputs)
     if rows == 1:
         found = [_vector(*v) for v in _VECTOR if v[1] <= inputs] + ways[:5]

@@ -244,7 +244,7 @@ def default_config(
         # the new tokens in the last part, where parts are long or there is one
         "fold": int(splits <= 2 and block_r <= 32),
         "wait": 0,
-        "ahead": 2,
+        "ahead": 1 if splits > 2 else 2,
         "stages": 3 if block_r <= 32 else 2,
         "num_warps": 4,
     }

@@ -53,31 +53,40 @@ def linear_add_ref(
 
 
 def default_config(
-    num_tokens: int, num_outputs: int, num_inputs: int, element_bytes: int
+    num_tokens: int,
+    num_outputs: int,
+    num_inputs: int,
+    element_bytes: int,
+    *,
+    has_norm: bool = False,
 ) -> Config:
-    """A good choice without tuning: enough bytes in flight on every multiprocessor."""
+    """A good choice without tuning: enough bytes in flight on every multiprocessor.
+
+    As measured on an H200 for whole models, shards of two and draft heads
+    (``bench/dense_variants.py``).
+    """
     if num_tokens == 1:
         block_k = min(pow2(num_inputs), 8192 // element_bytes)
         block_o = max(1, min(8, 32768 // (block_k * element_bytes)))
         return {"vector": 1, "block_o": block_o, "block_k": block_k, "num_warps": 4}
     block_o = 64 if num_tokens <= 32 else 32
-    # short rows: tiles half as long, so that their parts still have several
-    block_k = min(pow2(num_inputs, 16), (128 if num_inputs <= 2048 else 256) // element_bytes)
+    few = num_tokens <= 16
+    # the norm within the loop, except where so many programs would do it again and again
+    within = has_norm and few and num_outputs <= 16384
+    block_k = min(pow2(num_inputs, 16), (128 if within else 256) // element_bytes)
     programs = cdiv(num_outputs, block_o)
     split = 1
-    while split < 8 and programs * split < 100 and num_inputs // (2 * split) >= 4 * block_k:
+    while split < 8 and programs * split < 100 and num_inputs // (2 * split) >= 2 * block_k:
         split *= 2
-    few = num_tokens <= 16
     config = {
         "vector": 0,
         "block_t": min(64, pow2(num_tokens, 16)),
         "block_o": block_o,
         "block_k": block_k,
         "split_k": split,
-        "stages": (6 if num_inputs <= 2048 else 4) if few else 3,
+        "stages": (6 if within else 5) if few else 3,
         "swap": int(block_o == 64),
-        # a kernel of its own for the norm takes as long as it saves where programs are short
-        "norm_first": int(num_inputs <= MAX_HIDDEN and not (few and num_outputs <= 16384)),
+        "norm_first": int(has_norm and not within and num_inputs <= MAX_HIDDEN),
         "num_warps": 4,
     }
     return fitted("linear_add", config, element_bytes)
@@ -184,7 +193,9 @@ def run_linear(
         op,
         device,
         shape,
-        lambda: default_config(num_tokens, num_outputs, num_inputs, x_TK.element_size()),
+        lambda: default_config(
+            num_tokens, num_outputs, num_inputs, x_TK.element_size(), has_norm=gain_K is not None
+        ),
     )
     few = config["vector"] and (num_tokens > 1 or config.get("ahead"))
     if gain_K is not None and (config.get("norm_first") or (few and added_TK is not None)):

@@ -27,10 +27,11 @@ HEADS = (
 )  # fmt: skip
 
 
-def _matrices() -> Iterator[tuple[int, int, int]]:
+def _matrices() -> Iterator[tuple[int, int, int, bool]]:
     for outputs, inputs in MATRICES:
         for tokens in TOKENS:
-            yield tokens, outputs, inputs
+            for has_norm in (False, True):
+                yield tokens, outputs, inputs, has_norm
 
 
 def _parts_begin_inside(inputs: int, split: int, block_k: int) -> bool:
@@ -41,9 +42,9 @@ def _parts_begin_inside(inputs: int, split: int, block_k: int) -> bool:
 
 @pytest.mark.parametrize("element_bytes", [2, 4], ids=["16-bit", "32-bit"])
 def test_linear_layers_fit_every_gpu_and_reach_every_input_once(element_bytes: int) -> None:
-    for tokens, outputs, inputs in _matrices():
-        config = linear.default_config(tokens, outputs, inputs, element_bytes)
-        label = (tokens, outputs, inputs, dict(config))
+    for tokens, outputs, inputs, has_norm in _matrices():
+        config = linear.default_config(tokens, outputs, inputs, element_bytes, has_norm=has_norm)
+        label = (tokens, outputs, inputs, has_norm, dict(config))
         assert estimated_shared_bytes("norm_linear", config, element_bytes, 128, 128) <= SMALLEST, (
             label
         )
@@ -58,8 +59,8 @@ def _programs(config: dict[str, int], tokens: int, outputs: int) -> int:
 
 
 def test_linear_layers_occupy_the_gpu_where_there_is_enough_to_read() -> None:
-    for tokens, outputs, inputs in _matrices():
-        config = dict(linear.default_config(tokens, outputs, inputs, 2))
+    for tokens, outputs, inputs, has_norm in _matrices():
+        config = dict(linear.default_config(tokens, outputs, inputs, 2, has_norm=has_norm))
         programs = _programs(config, tokens, outputs)
         if outputs * inputs >= 1 << 21:
             # no more than three multiprocessors in ten may have nothing to do
@@ -67,8 +68,8 @@ def test_linear_layers_occupy_the_gpu_where_there_is_enough_to_read() -> None:
 
 
 def test_parts_are_added_up_only_where_blocks_alone_do_not_occupy_the_gpu() -> None:
-    for tokens, outputs, inputs in _matrices():
-        config = linear.default_config(tokens, outputs, inputs, 2)
+    for tokens, outputs, inputs, has_norm in _matrices():
+        config = linear.default_config(tokens, outputs, inputs, 2, has_norm=has_norm)
         if outputs >= 32_000 and not config["vector"]:
             assert config["split_k"] == 1, (tokens, outputs, inputs, dict(config))
 

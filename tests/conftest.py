@@ -1,6 +1,7 @@
-"""What all tests share: the choice of Triton's interpreter, and no ``gpu`` case without a GPU."""
+"""What all tests share: Triton's interpreter, Ctrl-C, and no ``gpu`` case without a GPU."""
 
 import os
+import signal
 
 import pytest
 
@@ -12,12 +13,16 @@ def gpu_asked(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the interpreter unless GPU tests are asked for.
+    """Choose the interpreter unless GPU tests are asked for; let Ctrl-C be heard.
 
     Here, not beside the kernels' tests: a test of another folder may import kernels first.
     """
     if not gpu_asked(config):
         os.environ["TRITON_INTERPRET"] = "1"
+    # a shell's background job (make test &, nohup) ignores Ctrl-C, and so would all programs that
+    # tests start and interrupt
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

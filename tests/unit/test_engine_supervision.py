@@ -278,7 +278,10 @@ def test_ctrl_c_ends_the_parent_and_all_workers(config: Callable[..., LaunchConf
     parent, pids = _start_parent(config(), "main")
     time.sleep(0.5)
     os.killpg(parent.pid, signal.SIGINT)
-    _, errors = parent.communicate(timeout=30)
+    try:
+        _, errors = parent.communicate(timeout=30)
+    finally:
+        parent.kill()
     assert "KeyboardInterrupt" in errors
     _wait_gone(pids)
 

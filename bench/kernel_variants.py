@@ -60,6 +60,12 @@ def _ahead(block_o: int, unroll: int) -> tuning.Config:
             "num_warps": 4}  # fmt: skip
 
 
+def _across(block_o: int, unroll: int) -> tuning.Config:
+    """A warp an expert."""
+    return {"scheme": moe_down.ACROSS, "block_o": block_o, "block_i": 256, "unroll": unroll,
+            "num_warps": unroll}  # fmt: skip
+
+
 def _grouped(block_i: int, stages: int, listed: int, combine: int) -> tuning.Config:
     return {"scheme": moe_down.GROUPED, "block_t": 16, "block_o": 64, "block_i": block_i,
             "stages": stages, "swap": 1, "num_warps": 4, "listed": listed,
@@ -85,9 +91,10 @@ VARIANTS = {
     "rows listed, 64/4": Variant(force={"moe_down": _grouped(64, 4, 1, 512)}, sizes=(MANY,)),
     "rows listed, 32/8": Variant(force={"moe_down": _grouped(32, 8, 1, 512)}, sizes=(MANY,)),
 }
-for _block_o, _unroll in ((4, 4), (2, 4), (4, 2)):
-    _force = {"moe_down": _ahead(_block_o, _unroll)}
-    _name = f"ahead {_block_o}/{_unroll}"
+_TRIED = [(f"ahead {o}/{u}", _ahead(o, u)) for o, u in ((4, 4), (2, 4))]
+_TRIED += [(f"across {o}/{u}", _across(o, u)) for o, u in ((4, 8), (4, 4), (2, 4), (8, 4))]
+for _name, _config in _TRIED:
+    _force = {"moe_down": _config}
     VARIANTS[f"{_name}, early"] = Variant(force=_force, pdl=EARLY, sizes=(ONE,))
     VARIANTS[f"{_name}, early, experts"] = Variant(force=_force, pdl=EARLY | EXPERTS, sizes=(ONE,))
     VARIANTS[f"{_name}, joined"] = Variant(force=_force, fused=True, sizes=(FOUR,))

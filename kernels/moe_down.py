@@ -18,6 +18,7 @@ from kernels.launch import (
 )
 from kernels.moe_down_kernels import (
     combine_kernel,
+    down_across_kernel,
     down_ahead_kernel,
     down_grouped_kernel,
     down_shared_kernel,
@@ -30,7 +31,7 @@ from kernels.moe_tiles import depth, mostly_apart, row_warps, rows_of_expert
 from kernels.tuning import Config
 
 #: configuration values of "scheme"
-VECTOR, STATIONARY, GROUPED, SHARED, STREAM, AHEAD = 0, 1, 2, 3, 4, 5
+VECTOR, STATIONARY, GROUPED, SHARED, STREAM, AHEAD, ACROSS = 0, 1, 2, 3, 4, 5, 6
 #: pairs up to which the vector kernels may be the faster ones
 MAX_PAIRS_SHARED = 128
 #: most tokens of the stationary scheme: its rows are the tokens
@@ -144,8 +145,9 @@ def run_down(
     strides = down_EHI.stride()[:2]
     has_residual = residual_TH is not None
     blocks = cdiv(hidden, config["block_o"])
-    if config["scheme"] in (VECTOR, AHEAD):
-        vector = down_vector_kernel if config["scheme"] == VECTOR else down_ahead_kernel
+    if config["scheme"] in (VECTOR, AHEAD, ACROSS):
+        vector = {VECTOR: down_vector_kernel, AHEAD: down_ahead_kernel,
+                  ACROSS: down_across_kernel}[config["scheme"]]  # fmt: skip
         launch(
             vector, (num_tokens, blocks), hidden_PI, down_EHI, weight_TK,
             expert_TK, residual, out_TH, hidden, *strides, INTER=inter,

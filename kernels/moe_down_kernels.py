@@ -109,6 +109,61 @@ def down_ahead_kernel(
 
 
 @triton.jit
+def down_across_kernel(
+    hidden, down, weights, experts, residual, out,
+    H, expert_stride, row_stride,
+    INTER: tl.constexpr, K: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    # the tokens of one block of columns run together: experts they share are read once
+    t = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    i = tl.arange(0, BLOCK_I)
+    k = tl.arange(0, UNROLL)
+    in_o = o < H
+    rows = down + o.to(tl.int64)[:, None, None] * row_stride + i[None, None, :]
+    # the router's choice is two kernels old: the first rows come while the first half ends
+    in_k = k < K
+    e = tl.load(experts + t * K + k, mask=in_k, other=0).to(tl.int64)
+    w = tl.load(weights + t * K + k, mask=in_k, other=0.0).to(tl.float32)
+    tile = tl.load(
+        rows + e[None, :, None] * expert_stride,
+        mask=in_o[:, None, None] & in_k[None, :, None] & (i < INTER)[None, None, :],
+        other=0.0,
+        eviction_policy="evict_first",
+    )
+    wait_for_predecessor(PDL)
+    acc = tl.zeros([BLOCK_O, UNROLL, BLOCK_I], dtype=tl.float32)
+    # several experts' rows in one load: that is what keeps enough bytes in flight
+    for k0 in tl.static_range(0, K, UNROLL):
+        in_k = k0 + k < K
+        if k0 > 0:
+            e = tl.load(experts + t * K + k0 + k, mask=in_k, other=0).to(tl.int64)
+            w = tl.load(weights + t * K + k0 + k, mask=in_k, other=0.0).to(tl.float32)
+        for i0 in tl.static_range(0, INTER, BLOCK_I):
+            in_i = i0 + i < INTER
+            if k0 > 0 or i0 > 0:
+                tile = tl.load(
+                    rows + e[None, :, None] * expert_stride + i0,
+                    mask=in_o[:, None, None] & in_k[None, :, None] & in_i[None, None, :],
+                    other=0.0,
+                    eviction_policy="evict_first",
+                )
+            v = tl.load(
+                hidden + (t * K + k0 + k)[:, None] * INTER + (i0 + i)[None, :],
+                mask=in_k[:, None] & in_i[None, :],
+                other=0.0,
+            )
+            v = v.to(tl.float32) * w[:, None]
+            acc += tile.to(tl.float32) * v[None, :, :]
+    y = tl.sum(tl.sum(acc, axis=2), axis=1)
+    if HAS_RESIDUAL:
+        y += tl.load(residual + t * H + o, mask=in_o, other=0.0).to(tl.float32)
+    tl.store(out + t * H + o, y.to(out.dtype.element_ty), mask=in_o)
+
+
+@triton.jit
 def down_stream_kernel(
     hidden, down, weights, experts, residual, out,
     H, num_blocks, expert_stride, row_stride,

@@ -38,14 +38,10 @@ def estimate(kernel: str, blocks: Mapping[str, int], element_bytes: int) -> int:
     stages = blocks.get("STAGES", 1)
     swapped = bool(blocks.get("SWAP"))
     if kernel == "linear_matrix_kernel":
-        # ways have a tile each, side by side
-        inner = blocks["BLOCK_K"] * blocks.get("WAYS", 1)
-        sizes = (blocks["BLOCK_T"], blocks["BLOCK_O"], inner)
+        sizes = (blocks["BLOCK_T"], blocks["BLOCK_O"], blocks["BLOCK_K"])
         return _matrix(*sizes, stages, element_bytes, swapped)
     if kernel == "linear_route_matrix_kernel":
-        # ways have a tile each, side by side
-        inner = blocks["BLOCK_K"] * blocks.get("WAYS", 1)
-        sizes = (blocks["BLOCK_T"], blocks["BLOCK_O"], inner)
+        sizes = (blocks["BLOCK_T"], blocks["BLOCK_O"], blocks["BLOCK_K"])
         # the router's columns and their product change layout
         router = blocks["BLOCK_E"] * blocks["BLOCK_O"] * element_bytes
         product = blocks["BLOCK_E"] * blocks["BLOCK_T"] * 4
@@ -78,13 +74,12 @@ def estimated_shared_bytes(
     op: str, config: Config, element_bytes: int, head_size: int, num_experts: int
 ) -> int:
     """``estimate`` for a configuration as the cache holds it."""
-    if config.get("vector") or config.get("rows") or config.get("scheme") in (0, 3, 4, 5):
+    if config.get("vector") or config.get("rows") or config.get("scheme") in (0, 3, 4, 5, 6):
         return _PLAIN_BYTES
     blocks = {
         "BLOCK_T": config.get("block_t", 16),
         "BLOCK_O": config.get("block_o", 0),
         "BLOCK_K": config.get("block_k", 0),
-        "WAYS": config.get("ways", 1),
         "BLOCK_I": config.get("block_i", 0),
         "BLOCK_H": config.get("block_h", 0),
         "BLOCK_R": config.get("block_r", 0),

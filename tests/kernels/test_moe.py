@@ -67,6 +67,7 @@ DOWN = {
     "vector-four-tokens": (4, {"scheme": 0, "block_o": 4, "block_i": 32, "unroll": 2,
                                "num_warps": 1}),
     "ahead": (4, {"scheme": 5, "block_o": 4, "block_i": 16, "unroll": 2, "num_warps": 1}),
+    "across": (4, {"scheme": 6, "block_o": 4, "block_i": 16, "unroll": 2, "num_warps": 2}),
     "stream": (1, {"scheme": 4, "block_o": 2, "block_i": 32, "each": 3, "num_warps": 1}),
     "stream-several-blocks": (5, {"scheme": 4, "block_o": 1, "block_i": 32, "each": 1,
                                   "num_warps": 1}),

@@ -52,14 +52,25 @@ def settings_of(knobs: Knobs) -> dict[str, Scalar | None]:
     return values
 
 
-def effects(knobs: Mapping[str, Knobs], scores: Mapping[str, float]) -> list[Effect]:
-    """Every value of every knob that takes several. ``scores``: log speed by knobs id."""
-    settings = {each: settings_of(knobs[each]) for each in scores}
+def effects(
+    knobs: Mapping[str, Knobs], scores: Mapping[str, float], least_share: float = 0.0
+) -> list[Effect]:
+    """Every value of every knob that takes several. ``scores``: log speed by knobs id.
+
+    ``least_share``: of the best; slower configurations are left out, whose noise says nothing of
+    the ones that anybody would choose.
+    """
     best = max(scores.values())
+    scores = {e: score for e, score in scores.items() if math.exp(score - best) >= least_share}
+    settings = {each: settings_of(knobs[each]) for each in scores}
     names = sorted({name for values in settings.values() for name in values})
     found = []
     for name in names:
-        having = {each: values for each, values in settings.items() if name in values}
+        having = {
+            each: values
+            for each, values in settings.items()
+            if name in values and not (name.startswith("nccl.") and _without_nccl(values))
+        }
         listed = sorted({values[name] for values in having.values()}, key=_order)
         if len(listed) < 2:
             continue
@@ -82,6 +93,10 @@ def effects(knobs: Mapping[str, Knobs], scores: Mapping[str, float]) -> list[Eff
                 )
             )
     return found
+
+
+def _without_nccl(values: Mapping[str, Scalar | None]) -> bool:
+    return values.get("collectives.backend", "nccl") not in ("nccl", "auto")
 
 
 def _ratios(

@@ -38,6 +38,9 @@ from autotune.study_file import LoadedStudy, load_study
 from bench.knob_effects import effects, pair_noise
 from model.spec import Knobs
 
+#: share of the best from which a configuration is one that somebody might choose
+_CONTENDERS = 0.3
+
 
 @dataclass(frozen=True, slots=True)
 class Truth:
@@ -191,10 +194,10 @@ def main(argv: list[str] | None = None) -> int:
         "pair_noise": pair_noise(truth.repeats),
         "num_incorrect": truth.num_incorrect,
         "effects": {
-            "all" if level is None else str(level): [
-                asdict(each) for each in effects(truth.knobs, truth.level_scores(level))
+            f"{'all' if level is None else level} from {least:g} of the best": [
+                asdict(each) for each in effects(truth.knobs, truth.level_scores(level), least)
             ]
-            for level in (None, *loaded.study.workload.concurrency)
+            for level, least in tables(loaded)
         },
     }
     if args.json:
@@ -212,17 +215,24 @@ def main(argv: list[str] | None = None) -> int:
         )
     for name in ("model_before", "model_after"):
         print(name, ", ".join(f"{key} {value:.3f}" for key, value in answer[name].items()))
-    for level in (None, *loaded.study.workload.concurrency):
-        print_effects(truth, level)
+    for level, least in tables(loaded):
+        print_effects(truth, level, least)
     return 0
 
 
-def print_effects(truth: Truth, level: int | None) -> None:
+def tables(loaded: LoadedStudy) -> list[tuple[int | None, float]]:
+    """(level, least share of the best) of each table of effects: all, then what is worth having."""
+    levels = loaded.study.workload.concurrency
+    return [(None, 0.0), *((level, _CONTENDERS) for level in (None, *levels))]
+
+
+def print_effects(truth: Truth, level: int | None, least: float) -> None:
     """A line for each value of each knob: what is left with it, and pairs with the first value."""
     noise = pair_noise(truth.repeats)
     where = "all levels" if level is None else f"concurrency {level}"
-    print(f"\nknobs at {where} (a pair's own noise: {noise:.1%})")
-    for each in effects(truth.knobs, truth.level_scores(level)):
+    among = f"from {least:.0%} of the best" if least else "all configurations"
+    print(f"\nknobs at {where}, {among} (a pair's own noise: {noise:.1%})")
+    for each in effects(truth.knobs, truth.level_scores(level), least):
         line = f"{each.knob:26} {each.value!s:8} best with it {each.best_share:.3f}"
         if each.ratio is not None:
             mark = "" if each.matters(noise) else "  within noise"

@@ -59,7 +59,9 @@ class Baselines:
         reference = plain(prompts, workload.concurrency, True)
         few = prompts[:NOISE_PROMPTS]
         again = plain(few, workload.concurrency, True)
-        noise = self_noise(reference, (again, _other_batch(few, workload, plain)))
+        # as repeats are measured: without margins another path, which rounds in its own way
+        plainly = plain(prompts, workload.concurrency, False)
+        noise = self_noise(reference, (again, _other_batch(few, workload, plain), plainly))
         if noise is not None:
             places = probe_places(reference, max(map(len, prompts)))
             noise = with_forced(noise, reference, places, _forced(prompts, places, plain))

@@ -7,6 +7,11 @@ baseline against itself: repeated, with another batch size, and *forced*: its ow
 prompt, many tokens at once, through the kernels that a verify uses too. In a MoE, rounding may
 choose another expert, which moves a margin by far more than a step of rounding; so a divergence is
 forced as well, and where plain decoding takes the same token that way, it was rounding.
+
+Such moves are rare and large (two ranks of the tiny model: 0.66 nats at one place of 512, where
+fp32 confirms the configuration, not the baseline), so a largest one of a sample is no bound of the
+next: of many prompts a few may exceed epsilon, by a factor at most. What is really wrong exceeds it
+in many prompts, or by far.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +26,10 @@ EPSILON_SAFETY = 1.5
 #: least epsilon, nats: bfloat16 logits of 8 to 16 lie 2^-4 apart, so a smaller margin is below one
 #: step of rounding, also where the baseline's own runs happen to round alike
 EPSILON_FLOOR = 2.0**-4
+#: most epsilon, nats: a baseline that differs from itself by more is broken, which excuses nothing
+EPSILON_CEILING = 1.0
+#: one prompt in so many may exceed epsilon, and at most so many times epsilon
+OUTLIER_PROMPTS, OUTLIER_FACTOR = 8, 4.0
 #: places of one check at which plain decoding is forced, and those of a prompt past its divergence
 MOST_FORCED, LATER_PLACES = 24, 2
 #: places at which the baseline's own text is forced, once a workload: a change of an expert is rare
@@ -98,19 +107,20 @@ def self_noise(reference: Reference, again: Sequence[Reference]) -> SelfNoise | 
     """Noise of the baseline from runs of the same prompts; None without margins or runs.
 
     Margins are compared up to the first divergence, where both runs saw the same text. Each
-    ``again`` may hold fewer prompts than ``reference``.
+    ``again`` may hold fewer prompts than ``reference``; of one without margins divergences count,
+    and what they say at least: the baseline's margin was overcome.
     """
     if reference.margins is None or not again:
         return None
     largest, divergences, tokens = 0.0, 0, 0
     for run in again:
-        if run.margins is None:
-            return None
         for index, (mine, theirs) in enumerate(zip(run.tokens, reference.tokens, strict=False)):
             split = first_divergence(mine, theirs)
             same = min(len(mine), len(theirs)) if split is None else split
             tokens += same
-            own, base = run.margins[index], reference.margins[index]
+            base = reference.margins[index]
+            # the unknown margins of a run are taken as equal, and as 0 where it diverges
+            own = (*base[:same], 0.0) if run.margins is None else run.margins[index]
             # at the split the sign of the margin flips: both margins count in full
             largest = max(
                 [largest, *(abs(a - b) for a, b in zip(own[:same], base[:same], strict=True))]
@@ -119,8 +129,11 @@ def self_noise(reference: Reference, again: Sequence[Reference]) -> SelfNoise | 
                 divergences += 1
                 if split < min(len(own), len(base)):
                     largest = max(largest, own[split] + base[split])
-    epsilon = max(EPSILON_SAFETY * largest, EPSILON_FLOOR)
-    return SelfNoise(epsilon, divergences, max(tokens, 1))
+    return SelfNoise(_epsilon(largest), divergences, max(tokens, 1))
+
+
+def _epsilon(largest: float) -> float:
+    return min(max(EPSILON_SAFETY * largest, EPSILON_FLOOR), EPSILON_CEILING)
 
 
 def probe_places(reference: Reference, prompt_len: int = 1) -> list[Place]:
@@ -150,7 +163,7 @@ def with_forced(
             flips += 1
             largest = max(largest, found.margin + mine)
     return SelfNoise(
-        max(noise.epsilon, EPSILON_SAFETY * largest),
+        max(noise.epsilon, min(EPSILON_SAFETY * largest, EPSILON_CEILING)),
         noise.num_divergences + flips,
         noise.num_tokens + len(places),
     )
@@ -168,8 +181,9 @@ def check_output(
     """Compare ``output`` with the baseline's on the same prompts.
 
     ``exact`` (fp32): any difference is incorrect. Otherwise a divergence needs a margin of at most
-    epsilon, or the same token from ``force``; no more prompts may diverge without the latter than
-    the baseline's own rate allows. What follows a divergence is forced at a few places.
+    epsilon (``OUTLIER_PROMPTS`` and ``OUTLIER_FACTOR`` say what more is allowed), or the same token
+    from ``force``; no more prompts may diverge without the latter than the baseline's own rate
+    allows. What follows a divergence is forced at a few places.
     """
     if temperature > 0:
         return Checked(
@@ -199,26 +213,21 @@ def check_output(
         i: reference.margins[i][s] if s < len(reference.margins[i]) else float("inf")
         for i, s in splits.items()
     }
+    later: dict[int, tuple[int, float]] = {}
     confirmed = 0
     if force is not None:
-        judged = _forced(output, splits, margins, noise.epsilon, force)
-        if isinstance(judged, Checked):
-            return judged
-        confirmed = len(margins) - len(judged)
-        if not judged:
+        left, later = _forced(output, splits, margins, noise.epsilon, force)
+        confirmed = len(margins) - len(left)
+        if not left and not later:
             return Checked(
                 "near_tie",
                 f"{len(splits)} of {len(output)} prompts diverge, each where plain decoding takes "
                 f"the same token when the text before it is run as a prompt",
             )
-        margins = judged
-    worst = max(margins, key=lambda i: margins[i])
-    if margins[worst] > noise.epsilon:
-        return Checked(
-            "incorrect",
-            f"prompt {worst} diverges at token {splits[worst]} where the baseline's margin is "
-            f"{margins[worst]:.3g} nats, above epsilon {noise.epsilon:.3g}",
-        )
+        margins = left
+    wrong = _beyond(splits, margins, later, noise.epsilon, len(output))
+    if isinstance(wrong, Checked):
+        return wrong
     allowed = int(poisson.ppf(1.0 - FALSE_ALARM, noise.rate_bound * max(compared, 1)))
     if len(margins) > max(allowed, 1):
         return Checked(
@@ -227,10 +236,43 @@ def check_output(
             f"against itself ({noise.num_divergences} over {noise.num_tokens}) allows {allowed}",
         )
     also = f", {confirmed} of them as plain decoding of the same text as a prompt does"
+    largest = max([*margins.values(), *(margin for _, margin in later.values())])
+    few = f"; {wrong} beyond epsilon, as few may" if wrong else ""
     return Checked(
         "near_tie",
         f"{len(splits)} of {len(output)} prompts diverge{also if confirmed else ''}, margins up to "
-        f"{margins[worst]:.3g} nats (epsilon {noise.epsilon:.3g})",
+        f"{largest:.3g} nats (epsilon {noise.epsilon:.3g}){few}",
+    )
+
+
+def _beyond(
+    splits: dict[int, int],
+    margins: dict[int, float],
+    later: dict[int, tuple[int, float]],
+    epsilon: float,
+    num_prompts: int,
+) -> int | Checked:
+    """How many prompts exceed ``epsilon`` where that may be chance; a verdict where it is not."""
+    sizes = {i: margin for i, margin in margins.items() if margin > epsilon}
+    for i, (_, margin) in later.items():
+        sizes[i] = max(margin, sizes.get(i, 0.0))
+    if not sizes:
+        return 0
+    i = max(sizes, key=lambda index: sizes[index])
+    allowed = num_prompts // OUTLIER_PROMPTS
+    if sizes[i] <= OUTLIER_FACTOR * epsilon and len(sizes) <= allowed:
+        return len(sizes)
+    others = f" (and {len(sizes) - 1} more; {allowed} may)" if len(sizes) > 1 else ""
+    if i in later and later[i][1] == sizes[i]:
+        return Checked(
+            "incorrect",
+            f"prompt {i}, token {later[i][0]}, after its divergence at {splits[i]}: plain decoding "
+            f"takes another token, by {sizes[i]:.3g} nats (epsilon {epsilon:.3g}){others}",
+        )
+    return Checked(
+        "incorrect",
+        f"prompt {i} diverges at token {splits[i]} where the baseline's margin is "
+        f"{sizes[i]:.3g} nats, above epsilon {epsilon:.3g}{others}",
     )
 
 
@@ -240,33 +282,29 @@ def _forced(
     margins: dict[int, float],
     epsilon: float,
     force: Force,
-) -> dict[int, float] | Checked:
-    """Margins of the divergences that plain decoding does not confirm; a verdict if one is wrong.
+) -> tuple[dict[int, float], dict[int, tuple[int, float]]]:
+    """Margins of the divergences that plain decoding does not confirm, and what is wrong later.
 
     A forced margin between the same two tokens replaces a larger one: rounding differs by path.
+    The second: prompt -> (place, margin) where plain decoding takes another token beyond epsilon.
     """
     first = [i for i in splits if splits[i] < len(output[i]) and margins[i] != float("inf")]
     places: list[Place] = [(i, tuple(output[i][: splits[i]])) for i in first[:MOST_FORCED]]
-    later = [(i, tuple(output[i][:at])) for i in first for at in _later(splits[i], len(output[i]))]
+    after = [(i, tuple(output[i][:at])) for i in first for at in _later(splits[i], len(output[i]))]
     num_first = len(places)
-    places += later[: MOST_FORCED - num_first]
-    left = dict(margins)
+    places += after[: MOST_FORCED - num_first]
+    left, later = dict(margins), dict[int, tuple[int, float]]()
     for number, ((i, text), found) in enumerate(zip(places, force(places), strict=True)):
         emitted, at = output[i][len(text)], len(text)
-        # where three tokens lie together the emitted one may be neither of the two told
-        close = found.token == emitted or found.margin <= epsilon
         if number >= num_first:
-            if not close:
-                return Checked(
-                    "incorrect",
-                    f"prompt {i}, token {at}, after its divergence at {splits[i]}: plain decoding "
-                    f"takes another token, by {found.margin:.3g} nats (epsilon {epsilon:.3g})",
-                )
+            # where three tokens lie together the emitted one may be neither of the two told
+            if found.token != emitted and found.margin > max(epsilon, later.get(i, (0, 0.0))[1]):
+                later[i] = (at, found.margin)
         elif found.token == emitted:
             del left[i]
         elif found.second == emitted:
             left[i] = min(left[i], found.margin)
-    return left
+    return left, later
 
 
 def _later(split: int, length: int) -> list[int]:

@@ -55,6 +55,28 @@ def test_an_effect_is_the_ratio_where_every_other_knob_is_equal() -> None:
     assert "parallel.tp" not in {knob for knob, _ in table}
 
 
+def test_nccls_knobs_are_judged_where_nccl_carries_and_slow_configurations_may_be_left_out() -> (
+    None
+):
+    knobs = space()
+    ours = [
+        Knobs.of({**each.values(), "collectives.backend": "one_shot", "nccl.proto": "auto"})
+        for each in knobs.values()
+        if each.values()["nccl.proto"] == "LL"
+    ]
+    scores = {each: math.log(speed(found)) for each, found in knobs.items()}
+    scores |= {each.id: math.log(200.0) for each in ours}
+    knobs |= {each.id: each for each in ours}
+    table = {(e.knob, e.value): e for e in effects(knobs, scores)}
+    assert ("nccl.proto", "auto") not in table
+    assert table["nccl.proto", "LL"].best_share == pytest.approx(150 / 200)
+    assert table["collectives.backend", "one_shot"].best_share == 1.0
+    few = effects(knobs, scores, 0.5)
+    assert all(e.best_share >= 0.5 for e in few)
+    # of the 5 pairs of protocols both are fast enough in 2
+    assert next(e for e in few if (e.knob, e.value) == ("nccl.proto", "Simple")).num_pairs == 2
+
+
 def test_a_knob_without_effect_is_within_noise_and_one_with_it_is_not() -> None:
     knobs = space()
     draws = np.random.default_rng(0)

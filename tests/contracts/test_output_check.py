@@ -98,6 +98,55 @@ def test_a_baseline_that_diverges_from_itself_counts_both_margins_at_the_split()
     assert (noise.num_divergences, noise.num_tokens) == (1, 1)
 
 
+def test_a_run_without_margins_says_that_the_margin_was_overcome_where_it_diverges() -> None:
+    noise = self_noise(BASE, [Reference(((1, 2, 3, 4), (5, 6, 9, 9)), None)])
+    assert noise is not None
+    assert noise.epsilon == pytest.approx(1.5 * 0.5)
+    assert (noise.num_divergences, noise.num_tokens) == (1, 6)
+    assert self_noise(Reference(BASE.tokens, None), [BASE]) is None
+
+
+def test_a_broken_baseline_does_not_excuse_what_differs_from_it() -> None:
+    noise = self_noise(BASE, [Reference(((1, 2, 3, 4), (5, 6, 7, 0)), None)])
+    assert noise is not None
+    assert noise.epsilon == 1.0
+    output = [[1, 2, 3, 4], [5, 6, 7, 1]]
+    base = Reference(BASE.tokens, (BASE.margins[0], (1.0, 2.0, 0.5, 4.5)))  # type: ignore[index]
+    checked = check_output(output, base, exact=False, temperature=0.0, noise=noise)
+    assert checked.verdict == "incorrect"
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "margins", "verdict", "reason"),
+    [
+        pytest.param(16, (0.15,), "near_tie", "1 beyond epsilon", id="one-of-many"),
+        pytest.param(16, (0.15, 0.06), "near_tie", "2 beyond epsilon", id="two-of-many"),
+        pytest.param(16, (0.15, 0.1, 0.06), "incorrect", "0.15 nats, above epsilon 0.05 (and 2 "
+                     "more; 2 may)", id="three-of-many"),
+        pytest.param(16, (0.25,), "incorrect", "0.25 nats", id="one-by-far"),
+        pytest.param(4, (0.15,), "incorrect", "0.15 nats", id="one-of-few"),
+    ],
+)  # fmt: skip
+def test_few_of_many_prompts_may_exceed_epsilon_but_not_by_far(
+    num_prompts: int, margins: tuple[float, ...], verdict: str, reason: str
+) -> None:
+    base = Reference(((1, 2, 3),) * num_prompts, tuple(
+        (1.0, margins[i] if i < len(margins) else 1.0, 1.0) for i in range(num_prompts)
+    ))  # fmt: skip
+    output = [(1, 9, 9)] * len(margins) + [(1, 2, 3)] * (num_prompts - len(margins))
+    noise = SelfNoise(epsilon=0.05, num_divergences=3, num_tokens=30)
+
+    def force(places: Sequence[Place]) -> list[Forced]:
+        # the divergence is not confirmed, what follows is
+        return [Forced(2, 9, 0.5) if text == (1,) else Forced(9, 2, 1.0) for _, text in places]
+
+    for forced in (None, force):
+        checked = check_output(
+            output, base, exact=False, temperature=0.0, noise=noise, force=forced
+        )
+        assert (checked.verdict, reason in checked.reason) == (verdict, True), checked
+
+
 def test_too_many_near_ties_are_incorrect() -> None:
     prompts = 40
     base = Reference(
@@ -196,9 +245,9 @@ def test_noise_is_widened_by_the_baselines_own_text_run_as_a_prompt() -> None:
     # another expert was chosen at one place, another token at a second
     moved = [*same]
     moved[1] = Forced(same[1].token, 0, same[1].margin + 0.4)
-    moved[4] = Forced(99, same[4].token, 0.2)
+    moved[4] = Forced(99, same[4].token, 0.1)
     loud = with_forced(NOISE, BASE, places, moved)
-    assert loud.epsilon == pytest.approx(1.5 * max(0.4, 0.2 + same[4].margin))
+    assert loud.epsilon == pytest.approx(1.5 * max(0.4, 0.1 + same[4].margin))
     assert loud.num_divergences == 2
 
 
@@ -235,12 +284,13 @@ def test_in_16_bit_the_baseline_is_run_again_and_with_another_batch_size() -> No
     off = Knobs.of({"speculation.method": "off"})
     prompts = [(i,) for i in range(6)]
     baselines.prepare(off, workload(2), prompts, plain)
-    assert asked == [(6, 2, True), (4, 2, True), (4, 1, True)]
+    # the third as repeats are measured
+    assert asked == [(6, 2, True), (4, 2, True), (6, 2, False), (4, 1, True)]
     asked.clear()
     baselines.prepare(off, workload(2), prompts, plain)
     assert asked == []
     baselines.prepare(off, workload(1), prompts[:1], plain)
-    assert asked == [(1, 1, True), (1, 1, True), (2, 2, True)]
+    assert asked == [(1, 1, True), (1, 1, True), (1, 1, False), (2, 2, True)]
     assert baselines.check(off, workload(1), [(0, 1)]).verdict == "exact"
     assert baselines.check(off, workload(1), [(0, 2)]).verdict == "incorrect"
 

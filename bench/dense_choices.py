@@ -122,7 +122,7 @@ def _attention_configs(dims: Dims, size: tuple[int, int]) -> dict[str, Config]:
 
 def _route_configs(rows: int) -> dict[str, Config]:
     default = linear_route.default_config(rows, 2048, 4096, 128, 2)
-    found = [{k: v for k, v in _matrix(*values).items() if k != "norm_first"} for values in _ROUTE]
+    found = [_matrix(*values) for values in _ROUTE if values[0] >= rows]
     found += _side_by_side(rows, 4096)
     return {"table": {}, "default": default} | _named(found)
 

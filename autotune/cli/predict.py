@@ -54,8 +54,17 @@ def predict(
             raise UserError("predict needs a study file, or --target SHAPE with knobs")
         plan = _bare_plan(target, machine, concurrency, input_len, output_len)
     if assignments:
+        notes = []
+        tp_given = any(word.startswith("parallel.tp=") for word in assignments)
+        if not files and not tp_given and plan.machine.num_gpus > 1:
+            ranks = _all_gpus(plan)
+            assignments.append(f"parallel.tp={ranks}")
+            notes.append(
+                f"parallel.tp is not given: {ranks} of this machine's {plan.machine.num_gpus} GPUs"
+            )
         knobs = _knobs(plan, assignments)
-        _show_knobs(plan, knobs, _graph_note(plan, knobs, assignments), as_json)
+        notes += [note for note in [_graph_note(plan, knobs, assignments)] if note is not None]
+        _show_knobs(plan, knobs, notes, as_json)
     else:
         _show_ranking(plan, top, as_json)
 
@@ -88,6 +97,13 @@ def _bare_plan(
         "budget": {"measured_trials": 1},
     }
     return make_plan(parse_study(yaml.safe_dump(study), "command line", Path.cwd()))
+
+
+def _all_gpus(plan: "Plan") -> int:
+    """The most ranks that the machine has GPUs for and the target can be divided by."""
+    gpus = plan.machine.num_gpus
+    fitting = (n for n in range(gpus, 1, -1) if plan.model.target.head_problem(n) is None)
+    return next(fitting, 1)
 
 
 def _machine_file(name: str) -> str:
@@ -136,7 +152,7 @@ def _graph_note(plan: "Plan", knobs: "Knobs", assignments: list[str]) -> str | N
     )
 
 
-def _show_knobs(plan: "Plan", knobs: "Knobs", note: str | None, as_json: bool) -> None:
+def _show_knobs(plan: "Plan", knobs: "Knobs", notes: list[str], as_json: bool) -> None:
     from autotune.store.codec import prediction_to_json
 
     predictions = plan.model.predict(knobs)
@@ -144,7 +160,7 @@ def _show_knobs(plan: "Plan", knobs: "Knobs", note: str | None, as_json: bool) -
         print_json(
             {
                 "knobs": knobs.values(),
-                "notes": [] if note is None else [note],
+                "notes": notes,
                 "levels": [
                     {"concurrency": level, **prediction_to_json(prediction)}
                     for level, prediction in predictions.items()
@@ -166,7 +182,7 @@ def _show_knobs(plan: "Plan", knobs: "Knobs", note: str | None, as_json: bool) -
         table.add_row("cycle", f"{cycle.median:.3f} ({cycle.low:.3f}–{cycle.high:.3f})", "")
         screen.print(table)
         _print_summary(screen, prediction)
-    if note is not None:
+    for note in notes:
         screen.print(f"note: {note}", soft_wrap=True)
 
 

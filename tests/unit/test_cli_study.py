@@ -188,6 +188,27 @@ def test_predict_ranks_a_study_and_details_knobs(capsys, tmp_path: Path) -> None
     assert "tok/s (90 %" in out
 
 
+@pytest.mark.parametrize(
+    ("target", "given", "ranks", "notes"),
+    [
+        pytest.param("kimi-k2.5", [], 8, ["8 of this machine's 8 GPUs"], id="all"),
+        pytest.param("kimi-k2.5", ["parallel.tp=4"], 4, [], id="as-given"),
+    ],
+)
+def test_predict_without_a_study_takes_the_machines_gpus(
+    capsys: pytest.CaptureFixture[str], target: str, given: list[str], ranks: int, notes: list[str]
+) -> None:
+    words = ["speculation.steps=2", "cuda_graph.verify=true", *given]
+    options = ("--target", target, "--machine", "8x-rtx-pro-6000-switches", "--json")
+    code, out, _ = call(capsys, "predict", *words, *options)
+    assert code == 0
+    values = json.loads(out)
+    assert values["knobs"]["parallel.tp"] == ranks
+    said = [note for note in values["notes"] if "parallel.tp" in note]
+    assert len(said) == len(notes)
+    assert all(part in note for part, note in zip(notes, said, strict=True))
+
+
 def test_listing_studies_imports_neither_torch_nor_the_engine(done: Path) -> None:
     script = (
         "import sys; from autotune.cli.main import main\n"

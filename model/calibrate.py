@@ -207,6 +207,7 @@ class _Data:
         sd += [float(np.hypot(o.rel_sd, _REDUCE_FLOOR)) for o in reduces]
         value += [o.distinct for o in experts]
         sd += [float(np.hypot(o.rel_sd, _REDUCE_FLOOR)) for o in experts]
+        self._modes: tuple[bytes, Array, Array] | None = None
         self.values = np.array(value)
         self.rel_sds = np.array(sd)
 
@@ -217,8 +218,9 @@ class _Data:
         if self._rows is not None:
             assert self._step is not None
             need_slow = slow_N[: len(self._groups)].any()
-            fast = self._step.terms_ms(self._rows, c, False)
-            slow = self._step.terms_ms(self._rows, c, True) if need_slow else fast
+            all_slow = slow_N[: len(self._groups)].all()
+            fast = self._step.terms_ms(self._rows, c, bool(all_slow))
+            slow = fast if all_slow or not need_slow else self._step.terms_ms(self._rows, c, True)
             shape = (len(x_DK), self._rows.tp.size)
             for name, (columns, row) in self._by_term.items():
                 picked = np.broadcast_to(fast[name], shape)[:, row]
@@ -257,9 +259,13 @@ class _Data:
         return self._collectives.observed_us(routes, sizes, graphed, c)
 
     def modes(self, x: Array) -> tuple[Array, Array]:
-        """Predictions in the host's fast and slow mode, [N] each."""
-        none = np.zeros(self.values.size, dtype=bool)
-        return self.predict(x[None], none)[0], self.predict(x[None], ~none)[0]
+        """Predictions in the host's fast and slow mode, [N] each; kept for the last ``x``."""
+        key = x.tobytes()
+        if self._modes is None or self._modes[0] != key:
+            none = np.zeros(self.values.size, dtype=bool)
+            fast, slow = self.predict(x[None], none)[0], self.predict(x[None], ~none)[0]
+            self._modes = key, fast, slow
+        return self._modes[1], self._modes[2]
 
     def nearest_modes(self, x: Array) -> NDArray[np.bool_]:
         """Which groups ran in the host's slow mode: all terms of one knobs are in the same."""
@@ -343,7 +349,8 @@ class _Data:
         A term whose formula lacks something (a kernel's other path, say) is off by itself, and its
         prediction has to say so, however well the sum of all terms fits.
         """
-        predicted = self.predict(x[None], slow_N)[0]
+        fast, slow = self.modes(x)
+        predicted = np.where(slow_N, slow, fast)
         squares: dict[str, list[float]] = defaultdict(list)
         for n, (_, _, names) in enumerate(self._groups):
             if len(names) == 1:

@@ -54,7 +54,7 @@ class Server:
     waves: bool
     #: the draft lives whole on one rank; else it is divided like the target
     whole_draft: bool
-    #: time on one rank between the marks around an all-reduce's place, us
+    #: time that the marks around an all-reduce's place take by themselves, us
     mark_us: float = 0.0
     #: launches one kernel, in calls of the probe's eager torch op
     launch_calls: float | None = None
@@ -111,6 +111,8 @@ ENGINE = Server(
         host_gap_spec_us=(2.0, 1.0),
         host_gap_request_us=(0.05, 1.5),
         eager_gap_us=(250.0, 0.7),
+        allreduce_factor=(1.25, 0.3),
+        skew_us=(1.5, 1.0),
         gather_factor=(0.2, 1.5),
         draft_reduce_factor=(0.15, 1.2),
     ),

@@ -154,7 +154,7 @@ class StepModel:
 
     def _reduces_us(self, rows: StepRows, count: int, one: Array) -> Array:
         """All all-reduces of a target forward; one rank only passes the marks around them."""
-        result: Array = np.where(rows.tp > 1, count * one, count * self.server.mark_us)
+        result: Array = count * (np.where(rows.tp > 1, one, 0.0) + self.server.mark_us)
         return result
 
     def _gather(self, rows: StepRows, bytes_U: Array, c: Constants) -> Array:

@@ -2,7 +2,7 @@
 
     python -m bench.model_accuracy [--json] [--only NAME ...]
 
-Names: selector, allreduce, moe, step, story, speed. Exit code 1 when a bar is not met.
+Names: selector, allreduce, moe, step, recorded, story, speed. Exit code 1 when a bar is not met.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.model_accuracy import allreduce, moe, speed, step, story
+from bench.model_accuracy import allreduce, moe, recorded, speed, step, story
 
 ROOT = Path(__file__).parents[2]
 _EAGER_BAR = "coverage 85-97%, score no worse than the training range"
@@ -151,6 +151,28 @@ def step_bars() -> Iterator[Bar]:
               0.85 <= s.eager_coverage <= 0.97 and s.eager_score <= s.baseline_score)  # fmt: skip
 
 
+def recorded_bars() -> Iterator[Bar]:
+    """Whole cycles recorded on one H200, most of them before anything was measured."""
+    limits = {
+        "slice, from priors": 0.10,
+        "tiny, from priors": 0.20,
+        "slice of 48 layers, after those of 8": 0.10,
+        "tiny at 4 and 16 requests, after those at 1": 0.15,
+        "vLLM walls, from priors": 0.25,
+    }
+    found = {score.what: score for score in recorded.scores()}
+    for what, most in limits.items():
+        score = found[what]
+        yield Bar("recorded", what, f"median <= {most:.0%}, 90 % intervals hold >= 80 %",
+                  f"median {score.median:.1%}, hold {score.coverage:.0%} of {score.rows}",
+                  score.median <= most and score.coverage >= 0.8)  # fmt: skip
+    ((_, grid),) = recorded.grid_scores(recorded.STUDIES / "h200-replay.yaml", (), 1)
+    yield Bar("recorded", "tokens/s of the tiny grid, from priors",
+              "median <= 30%, 90 % intervals hold 80-99 %",
+              f"median {grid['median_error']:.1%}, hold {grid['coverage90']:.0%}",
+              grid["median_error"] <= 0.30 and 0.8 <= grid["coverage90"] <= 0.99)  # fmt: skip
+
+
 def story_bars() -> Iterator[Bar]:
     """The story and the published throughputs."""
     s = story.story()
@@ -195,6 +217,7 @@ PARTS: Mapping[str, Callable[[], Iterator[Bar]]] = {
     "allreduce": allreduce_bars,
     "moe": moe_bars,
     "step": step_bars,
+    "recorded": recorded_bars,
     "story": story_bars,
     "speed": speed_bars,
 }

@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 from autotune.statistics import Summary, summarise
-from autotune.store.store import Store
 from autotune.store.views import RepeatView, TrialView
 from model.spec import Knobs
+
+if TYPE_CHECKING:
+    from autotune.store.store import Store
 
 #: roles whose repeats describe the knobs; "final" arms are compared with each other only
 POOLED_ROLES = ("baseline", "aa", "search", "replicate", "final")
@@ -69,7 +72,7 @@ class History:
     repeats: tuple[RepeatView, ...]
 
     @classmethod
-    def read(cls, store: Store, study_id: int) -> "History":
+    def read(cls, store: "Store", study_id: int) -> "History":
         """Read the newest state of a study."""
         return cls(trials=tuple(store.trials(study_id)), repeats=tuple(store.repeats(study_id)))
 

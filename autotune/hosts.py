@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,25 @@ import numpy as np
 from autotune.errors import UserError
 from autotune.schemas import Study
 from model.machine import Machine, load_machine
+from model.shapes import ModelShape
 
 _COPY_BYTES = 64 * 2**20
 _COPIES = 5
+
+
+def rank_problem(study: Study, machine: Machine, target: ModelShape) -> Callable[[int], str | None]:
+    """Why a tensor-parallel size does not suit this host or target, or None.
+
+    Ranks share a GPU only where the engine's ``devices`` say so (for tests).
+    """
+    shares = study.backend.args.get("devices") is not None
+
+    def problem(tp: int) -> str | None:
+        if 0 < machine.num_gpus < tp and not shares:
+            return f"parallel.tp {tp} is more than the {machine.num_gpus} GPUs of {machine.name}"
+        return target.head_problem(tp)
+
+    return problem
 
 
 def study_machine(study: Study) -> Machine:

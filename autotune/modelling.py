@@ -14,7 +14,6 @@ import numpy as np
 from autotune.errors import UserError
 from autotune.observing import Observed, Observer
 from autotune.schemas import ModelRef, Study
-from autotune.store.store import Store
 from model.acceptance import AcceptanceModel
 from model.calibration import Calibration, default_calibration
 from model.knobs_array import KnobsArray
@@ -25,6 +24,7 @@ from model.spec import Knobs, Prediction, Workload
 
 if TYPE_CHECKING:
     from autotune.search import Forecast
+    from autotune.store.store import Store
 
 #: a 90 % interval is this many standard deviations wide
 _SIGMAS_OF_90 = 2 * 1.6449
@@ -112,7 +112,7 @@ class StudyModel:
             limit_gib=limit_gib,
         )
 
-    def learn(self, store: Store, study_id: int, *, every: bool = False) -> Calibration:
+    def learn(self, store: "Store", study_id: int, *, every: bool = False) -> Calibration:
         """Refit on finished trials of the study and store the calibration.
 
         The fit starts from the prior each time and takes the first ``fitted_trials`` trials (all
@@ -123,7 +123,7 @@ class StudyModel:
         self._keep(store, study_id)
         return self.calibration
 
-    def refit(self, store: Store, study_id: int, *, every: bool = True) -> Calibration:
+    def refit(self, store: "Store", study_id: int, *, every: bool = True) -> Calibration:
         """As ``learn``, but nothing is stored, and all trials are taken."""
         finished = [trial for trial in store.trials(study_id) if trial.state == "complete"]
         taken = finished if every else finished[: fitted_trials(len(finished))]
@@ -133,7 +133,7 @@ class StudyModel:
             self._learnt = wanted
         return self.calibration
 
-    def _keep(self, store: Store, study_id: int) -> None:
+    def _keep(self, store: "Store", study_id: int) -> None:
         newest = store.newest_calibration_id(study_id)
         if newest != self.calibration.id:
             record = {**self.calibration.to_dict(), "id": self.calibration.id, "parent": newest}

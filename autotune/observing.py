@@ -7,15 +7,18 @@ distinct configurations, trees and loads, not with the trials.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autotune.records import Measurement
-from autotune.store.store import Store
 from autotune.store.views import TrialView
 from model.observations import AcceptanceCounts, ExpertsObservation, TermObservation
 from model.shapes import ModelShape
 from model.spec import Knobs, Workload
+
+if TYPE_CHECKING:
+    from autotune.store.store import Store
 
 #: what a single repeat's term is believed to, at best
 _MIN_REL_SD = 0.02
@@ -61,7 +64,7 @@ class Observer:
         self._target, self._workloads = target, workloads
         self._told: dict[int, _Told] = {}
 
-    def observed(self, store: Store, trials: Sequence[TrialView]) -> Observed:
+    def observed(self, store: "Store", trials: Sequence[TrialView]) -> Observed:
         """Everything that these finished trials told."""
         fresh = [trial for trial in trials if trial.id not in self._told]
         if fresh:
@@ -78,7 +81,7 @@ class Observer:
             ),
         )
 
-    def _read(self, store: Store, trials: Sequence[TrialView]) -> None:
+    def _read(self, store: "Store", trials: Sequence[TrialView]) -> None:
         by_number = {trial.number: trial for trial in trials}
         repeats: dict[int, dict[int, list[Measurement]]] = {t.number: {} for t in trials}
         for record in store.measurements(sorted(trial.id for trial in trials)):

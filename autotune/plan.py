@@ -9,7 +9,7 @@ from autotune.backends.base import BackendContext
 from autotune.backends.registry import create_backend
 from autotune.errors import UserError
 from autotune.history import History
-from autotune.hosts import check_host, study_machine
+from autotune.hosts import check_host, rank_problem, study_machine
 from autotune.modelling import StudyModel, target_shape
 from autotune.schemas import Study
 from autotune.served import server_name
@@ -50,7 +50,7 @@ def make_plan(
     _check_context(study)
     workloads = workloads or study_workloads(study)
     model = StudyModel(study, host, workloads, server_name(study, loaded.base_dir))
-    space = build_space(study.space, host, model.target.head_problem)
+    space = build_space(study.space, host, rank_problem(study, host, model.target))
     return Plan(
         study=study,
         base_dir=loaded.base_dir,

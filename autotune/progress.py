@@ -57,7 +57,9 @@ class Progress:
         self._num_done = num_done
         self._predicted = {lv: p.tokens_per_s.median for lv, p in predictions.items()}
         estimate = self._estimate_left_s(time_left_s)
-        self._left = "" if estimate is None else f", about {_duration(estimate)} left"
+        # before the first trial only the budget is known
+        about = "about" if num_done else "at most"
+        self._left = "" if estimate is None else f", {about} {duration(estimate)} left"
         self._doing = f"trial {num_done + 1}/{self._num_trials}"
         self.note(
             f"{self._doing}: {trial.knobs.label()} ({trial.origin}); predicted "
@@ -115,7 +117,8 @@ class Progress:
         return " / ".join(f"{by_level[lv]:.1f}" for lv in self._levels if lv in by_level) + " tok/s"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """ "45 s", "12 min", "5 h 59 min"."""
     seconds = max(0, round(seconds))
     if seconds < 90:
         return f"{seconds} s"

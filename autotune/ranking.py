@@ -24,14 +24,16 @@ def best_predicted(space: Space, predictor: Predictor, workload: Workload, start
         pool = space.sample(_WHOLE, 0)
         return pool[_best(predictor.predict_many(pool, workload))]
     best = space.nearest(start.values())
-    for _ in range(_PASSES):
-        before = best
-        for index, block in enumerate(space.blocks):
-            if len(block.rows) > 1:
-                line = space.line(best, index)
-                best = line[_best(predictor.predict_many(line, workload))]
-        if best == before:
+    open_blocks = [index for index, block in enumerate(space.blocks) if len(block.rows) > 1]
+    #: blocks chosen with all others as they are now
+    settled: set[int] = set()
+    for index in open_blocks * _PASSES:
+        if index in settled:
             break
+        line = space.line(best, index)
+        found = line[_best(predictor.predict_many(line, workload))]
+        settled = {index} if found != best else settled | {index}
+        best = found
     return best
 
 

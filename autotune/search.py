@@ -79,6 +79,10 @@ class Forecaster(Protocol):
 
     def forecast(self, knobs: Sequence[Knobs]) -> Forecast | None: ...
 
+    def why_not(self, knobs: Knobs) -> str | None:
+        """Why knobs that a forecast calls infeasible can't run, or None."""
+        ...
+
 
 @dataclass
 class Search:
@@ -143,9 +147,11 @@ class Search:
                 return Proposal(leader, "replicate", "replicates a leader")
         forecast = self.forecaster.forecast(self.pool)
         if forecast is not None:
-            self._note_infeasible(forecast, usable & ~forecast.feasible)
+            refused = usable & ~forecast.feasible
+            self._note_infeasible(forecast, refused)
             usable &= forecast.feasible
             if not usable.any():
+                self._note_reason(forecast, refused)
                 return None
         screening = self._screening(forecast, usable, history)
         if screening is not None:
@@ -173,9 +179,23 @@ class Search:
         within = "the GPU's memory"
         if forecast.limit_gib is not None:
             within = f"constraints.max_memory_gib {forecast.limit_gib:g}"
+        several = "configuration is" if self.num_infeasible == 1 else "configurations are"
         self._why_infeasible = (
-            f"configuration{'' if self.num_infeasible == 1 else 's'} are predicted not to fit "
-            f"{within}{least} (`autotune predict` tells each)"
+            f"{several} predicted not to fit {within}{least} (`autotune predict` tells each)"
+        )
+
+    def _note_reason(self, forecast: Forecast, refused: NDArray[np.bool_]) -> None:
+        """Say what else than memory stands in the way, where that is what rules them out."""
+        if forecast.memory_gib is None:
+            return
+        least = int(np.argmin(np.where(refused, forecast.memory_gib, np.inf)))
+        reason = self.forecaster.why_not(self.pool[least])
+        if reason is None or "GiB per GPU" in reason:
+            return
+        several = "configuration" if self.num_infeasible == 1 else "configurations"
+        self._why_infeasible = (
+            f"{several} can't run here, such as {self.pool[least].label()}: {reason} "
+            f"(`autotune predict` tells each)"
         )
 
     def _usable(

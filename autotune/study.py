@@ -374,3 +374,8 @@ class _Forecaster:
 
     def forecast(self, knobs: Sequence[Knobs]) -> Forecast | None:
         return None if self._metric == "ttft_ms" else self._model.forecast(knobs)
+
+    def why_not(self, knobs: Knobs) -> str | None:
+        """The first reason of a level whose prediction says that these knobs can't run."""
+        reasons = (one.infeasible_reason for one in self._model.predict(knobs).values())
+        return next((reason for reason in reasons if reason is not None), None)

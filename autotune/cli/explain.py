@@ -36,12 +36,15 @@ def explain(
     from autotune.explain.explanation import explain as explain_subject
     from autotune.explain.render import show, to_json
     from autotune.explain.screen import report_screen
-    from autotune.explain.subject import is_file, open_study, trial_subject
-    from autotune.store.store import Store
+    from autotune.explain.subject import is_file
 
     if is_file(what):
         subjects = _file_subjects(Path(what), study, machine, concurrency, database)
     else:
+        # a study file is explained without the database
+        from autotune.explain.stored import open_study, trial_subject
+        from autotune.store.store import Store
+
         store = Store.existing(database_url(database))
         name, _, trial = what.rpartition(":")
         context = open_study(store, name or study)
@@ -72,8 +75,6 @@ def _file_subjects(
         launch_subjects,
         study_file_subjects,
     )
-    from autotune.explain.subject import open_study
-    from autotune.store.store import Store
     from autotune.yaml_source import read_yaml
 
     if not path.is_file():
@@ -84,6 +85,9 @@ def _file_subjects(
     context = None
     wanted = study or best_study_name(data)
     if wanted is not None and machine is None:
+        from autotune.explain.stored import open_study
+        from autotune.store.store import Store
+
         try:
             store = Store.existing(database_url(database))
             if study is not None or store.find_study(wanted) is not None:

@@ -116,6 +116,7 @@ def _knobs(plan: "Plan", assignments: list[str]) -> "Knobs":
     """The study's baseline with the given knobs set; a chain unless said otherwise."""
     import yaml
 
+    from autotune.hosts import rank_problem
     from autotune.knob_values import parse_dimension
     from autotune.space import baseline_knobs, build_space
     from model.spec import Knobs
@@ -133,7 +134,8 @@ def _knobs(plan: "Plan", assignments: list[str]) -> "Knobs":
     if "speculation.method" not in given and any(n.startswith("speculation.") for n in given):
         given["speculation.method"] = "eagle3"
     listed = {name: (value,) for name, value in given.items()}
-    space = build_space(listed, plan.machine, plan.model.target.head_problem)
+    problem = rank_problem(plan.study, plan.machine, plan.model.target)
+    space = build_space(listed, plan.machine, problem)
     base = baseline_knobs(space, listed).values()
     knobs = space.at(0).values()
     return Knobs.of({**base, **knobs})

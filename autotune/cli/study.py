@@ -1,6 +1,6 @@
 """``autotune study``: start, resume, stop, status, list, report, best."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -202,8 +202,8 @@ def status(
         print_json(values)
         return
     screen = stdout()
-    for key, value in values.items():
-        screen.print(f"{key.replace('_', ' ')}: {value}", soft_wrap=True)
+    for line in _status_lines(values):
+        screen.print(line, soft_wrap=True, markup=False)
 
 
 @app.command("list")
@@ -335,6 +335,21 @@ def best(
         print_json({"study": name, "verdict": outcome.verdict(), "files": list(map(str, written))})
     else:
         stdout().print("\n".join(str(path) for path in written), soft_wrap=True)
+
+
+def _status_lines(values: Mapping[str, Any]) -> list[str]:
+    """The same for a reader."""
+    from autotune.progress import duration
+
+    failed, starts = values["num_failed_trials"], values["server_starts"]
+    created = datetime.fromisoformat(values["created"])
+    return [
+        f"study {values['study']}: {values['state']}",
+        f"{values['num_search_trials']} of {values['budget_trials']} trials, {failed} failed; "
+        f"{values['num_repeats']} repeats, {starts} server start{'' if starts == 1 else 's'}",
+        f"begun {created:%Y-%m-%d %H:%M} UTC, worked on for {duration(values['worked_s'])}",
+        f"workers: {', '.join(values['workers']) or 'none now'}",
+    ]
 
 
 def _status(store: "Store", view: "StudyView") -> dict[str, Any]:

@@ -20,7 +20,8 @@ from autotune.diff.facts import (
 from autotune.diff.run import Run, Series
 from autotune.errors import UserError
 from autotune.explain.config_subject import best_study_name, launch_knobs
-from autotune.explain.subject import Repeat, StudyContext, open_study, repeats_of
+from autotune.explain.stored import open_study, repeats_of
+from autotune.explain.subject import Repeat, StudyContext
 from autotune.foreign.detect import read_foreign
 from autotune.foreign.run import ForeignRun, Sample, with_article
 from autotune.records import Health

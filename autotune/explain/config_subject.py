@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from autotune.errors import UserError
 from autotune.explain.subject import StudyContext, Subject, study_predictor
-from autotune.hosts import cpu_machine, study_machine
+from autotune.hosts import cpu_machine, rank_problem, study_machine
 from autotune.modelling import draft_shape, target_shape
 from autotune.ranking import best_predicted
 from autotune.schemas import BackendSpec, Budget, ModelRef, Study, WorkloadSpec
@@ -34,7 +34,7 @@ def study_file_subjects(path: Path, concurrency: int | None) -> list[Subject]:
     machine = study_machine(study)
     predictor = study_predictor(study, machine, loaded.base_dir)
     workloads = study_workloads(study)
-    space = build_space(study.space, machine, predictor.target.head_problem)
+    space = build_space(study.space, machine, rank_problem(study, machine, predictor.target))
     base = baseline_knobs(space, study.space)
     found = []
     for level in _levels(workloads, concurrency, f"study file {path}"):

@@ -4,8 +4,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select
-
 from autotune.explain.acceptance import AcceptanceReport, acceptance_report
 from autotune.explain.importance import Importance, importances
 from autotune.explain.inert import inert_knobs
@@ -13,7 +11,6 @@ from autotune.explain.levers import Headroom, Lever, headroom, levers
 from autotune.explain.plans import NcclBound, nccl_bound
 from autotune.explain.subject import StudyContext, Subject, pooled_counts
 from autotune.explain.terms import TermRow, term_rows
-from autotune.store.tables import MEASUREMENT
 from model.draws import interval
 from model.spec import Inert, Interval, Knobs, Prediction, Scalar, Workload
 from model.whatif import break_even, speedups
@@ -128,6 +125,11 @@ def _space(context: StudyContext) -> dict[str, tuple[Scalar | None, ...]]:
 
 def measured_speeds(context: StudyContext, concurrency: int) -> dict[str, tuple[int, float, Knobs]]:
     """knobs id -> (trial, median tokens/s, knobs) of what a study measured at a level."""
+    # a study file is explained without the database
+    from sqlalchemy import select
+
+    from autotune.store.tables import MEASUREMENT
+
     query = select(
         MEASUREMENT.c.trial_id, MEASUREMENT.c.knobs_id, MEASUREMENT.c.tokens_per_s
     ).where(

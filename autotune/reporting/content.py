@@ -9,7 +9,7 @@ from autotune.errors import AutotuneError
 from autotune.explain.explanation import Explanation, explain
 from autotune.explain.importance import Importance
 from autotune.explain.levers import Headroom, Lever
-from autotune.explain.subject import open_study, trial_subject
+from autotune.explain.stored import open_study, trial_subject
 from autotune.health_rules import HealthFinding, watch_repeats
 from autotune.outcome import LevelOutcome, Outcome, conclude
 from autotune.records import Failure, Provenance

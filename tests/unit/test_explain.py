@@ -20,7 +20,7 @@ from autotune.explain.importance import importances
 from autotune.explain.inert import inert_knobs
 from autotune.explain.plans import NcclBound, message_plans, nccl_bound
 from autotune.explain.render import show, to_json
-from autotune.explain.subject import open_study, trial_subject
+from autotune.explain.stored import open_study, trial_subject
 from autotune.store.views import NoiseFloor
 from model.acceptance import AcceptanceModel
 from model.spec import Knobs

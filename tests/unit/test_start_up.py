@@ -13,7 +13,7 @@ from sqlalchemy import Engine, event
 from autotune.diff.compare import compare
 from autotune.diff.resolve import Resolver
 from autotune.explain.explanation import explain
-from autotune.explain.subject import open_study, trial_subject
+from autotune.explain.stored import open_study, trial_subject
 from autotune.history import History
 from autotune.outcome import leaders
 from autotune.store.store import Store

@@ -192,7 +192,11 @@ def from_priors(rows: Sequence[Row]) -> list[Interval]:
 
 
 def after(rows: Sequence[Row], seen: Sequence[Row]) -> list[Interval]:
-    """Cycles of ``rows`` after the terms of ``seen`` (one model's) were measured."""
+    """Cycles of ``rows`` after the terms of ``seen`` (one model's) were measured.
+
+    How many experts a layer met is told of all: random weights route tokens apart, which no row
+    without speculation says, and which is no time.
+    """
     terms = [
         TermObservation(knobs=row.knobs, workload=row.workload, term=name, value_ms=ms, rel_sd=0.03)
         for row in seen
@@ -208,7 +212,7 @@ def after(rows: Sequence[Row], seen: Sequence[Row]) -> list[Interval]:
             distinct=row.experts,
             rel_sd=0.1,
         )
-        for row in seen
+        for row in (*seen, *rows)
         if row.experts is not None
     ]
     told = base.updated([*terms, *counted]).calibration

@@ -2,11 +2,11 @@
 
     python -m bench.model_accuracy.recorded [--rows] [--search] [--trials 8 16 32] [--seeds 3]
 
-Three kinds of rows: slices of Qwen3-30B-A3B (8 and 48 layers) by this repository's engine, a tiny
-trained model by the same (both `studies/results/h200/engine*.jsonl`), and vLLM 0.26 on the same
-slices. Each is predicted from priors alone; the slices of 48 layers also after the 8-layer ones
-were measured. Then the tiny model's grid (`h200-grid.jsonl.gz`) from priors and, with ``--search``,
-after a study's trials, as ``bench/replay_search.py`` runs them.
+Slices of Qwen3-30B-A3B (8 and 48 layers) and a tiny trained model by this repository's engine, on
+one GPU and on two (`studies/results/h200/engine*.jsonl`), and vLLM 0.26 on the same slices. Each is
+predicted from priors alone; the slices of 48 layers also after the 8-layer ones were measured. Then
+the tiny model's grid (`h200-grid.jsonl.gz`) from priors and, with ``--search``, after a study's
+trials, as ``bench/replay_search.py`` runs them (``--study`` takes another replayed study).
 """
 
 import argparse
@@ -33,7 +33,7 @@ from model.spec import Interval, Knobs, Workload
 ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "studies"
 RESULTS = STUDIES / "results/h200"
-MACHINE = STUDIES / "machines/1x-h200.yaml"
+MACHINES = STUDIES / "machines"
 GRAPHS = ("decode", "draft", "verify", "extend")
 _TINY = {"off": (0, 0, 0), "chain 3": (3, 1, 4), "chain 5": (5, 1, 6),
          "tree 3x2/8": (3, 2, 8), "tree 3x4/16": (3, 4, 16)}  # fmt: skip
@@ -61,6 +61,7 @@ class Row:
     cycle_ms: float
     terms_ms: dict[str, float]
     experts: float | None = None
+    machine: str = "1x-h200"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,33 @@ def _row(kind: str, row: dict[str, Any], layers: int, chosen: Knobs, load: Workl
     return Row(kind, row["name"], layers, chosen, load, row["cycle_ms"], terms, experts)
 
 
+def two_gpu_rows() -> list[Row]:
+    """Rows of this repository's engine on two GPUs, all runs: slices of 8 layers and tiny."""
+    found = []
+    for line in (RESULTS / "engine-tp2.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        kind, name = row.get("row"), row.get("name", "")
+        if kind not in ("decode", "eagle3 k=3", "tiny") or not row.get("phases_ms"):
+            continue
+        tree = (3, 1, 4) if kind == "eagle3 k=3" else (0, 0, 0)
+        if kind == "tiny":
+            tree = _TINY[name.rpartition("P2P off, ")[2]]
+        chosen = knobs(*tree, eager_verify="eager" in name).values() | {"parallel.tp": 2}
+        chosen |= {"collectives.backend": "one_shot" if "one-shot" in name else "nccl"}
+        if "LL x16" in name:
+            chosen |= {"nccl.proto": "LL", "nccl.min_channels": 16, "nccl.max_channels": 16}
+        made = _row(
+            "tiny" if kind == "tiny" else "slice",
+            row,
+            16 if kind == "tiny" else 8,
+            Knobs.of(chosen),
+            workload(row["batch"], 192 if kind == "tiny" else 1024),
+        )
+        link = "nvlink" if "NVLink" in name else "shm"
+        found.append(dataclasses.replace(made, machine=f"2x-h200-{link}"))
+    return found
+
+
 def vllm_rows() -> list[Row]:
     """Walls of vLLM."""
     return [
@@ -168,9 +196,9 @@ def vllm_rows() -> list[Row]:
 
 
 @cache
-def predictor(kind: str, layers: int) -> Predictor:
-    """Priors for a kind of rows."""
-    machine = load_machine(MACHINE)
+def predictor(kind: str, layers: int, host: str = "1x-h200") -> Predictor:
+    """Priors for a kind of rows on a machine."""
+    machine = load_machine(MACHINES / f"{host}.yaml")
     server = "vllm" if kind == "vllm" else "engine"
     if kind == "tiny":
         target = ModelShape.load(STUDIES / "models/tiny-moe")
@@ -187,7 +215,8 @@ def predictor(kind: str, layers: int) -> Predictor:
 def from_priors(rows: Sequence[Row]) -> list[Interval]:
     """Cycles before anything is measured."""
     return [
-        predictor(row.kind, row.layers).predict(row.knobs, row.workload).cycle_ms for row in rows
+        predictor(row.kind, row.layers, row.machine).predict(row.knobs, row.workload).cycle_ms
+        for row in rows
     ]
 
 
@@ -238,6 +267,8 @@ def scores() -> list[Score]:
     few = [row for row in tiny if row.workload.concurrency == 1]
     many = [row for row in tiny if row.workload.concurrency > 1]
     found.append(Score.of("tiny at 4 and 16 requests, after those at 1", many, after(many, few)))
+    two = two_gpu_rows()
+    found.append(Score.of("two GPUs, from priors", two, from_priors(two)))
     found.append(Score.of("vLLM walls, from priors", vllm, from_priors(vllm)))
     return found
 
@@ -276,8 +307,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args(arguments)
     if options.rows:
-        for row in [*engine_rows(), *vllm_rows()]:
-            cycle = predictor(row.kind, row.layers).predict(row.knobs, row.workload)
+        for row in [*engine_rows(), *two_gpu_rows(), *vllm_rows()]:
+            cycle = predictor(row.kind, row.layers, row.machine).predict(row.knobs, row.workload)
             c = cycle.cycle_ms
             terms = " ".join(
                 f"{name.rpartition('.')[2]} {1e3 * ms:.0f}/{1e3 * cycle.terms_ms[name].median:.0f}"

@@ -151,6 +151,18 @@ def num_output_blocks(config: Config, num_outputs: int) -> int:
     return cdiv(num_outputs, config["block_o"])
 
 
+def check_rows(op: str, config: Config) -> None:
+    """Raise ``ValueError`` where the rows of the product are fewer than a tensor core's."""
+    rows = config["block_o"] if config.get("swap") or config.get("ways", 1) > 1 else (
+        config.get("block_t", 16)
+    )  # fmt: skip
+    require(
+        rows >= 16,
+        f"{op}: a product of {rows} rows; a tensor core takes 16 at least: more tokens a block, or "
+        "outputs as rows (swap)",
+    )
+
+
 def in_pairs(*tensors: torch.Tensor) -> bool:
     """Whether rows can be read as words of two bf16 each."""
     return all(
@@ -297,6 +309,7 @@ def _launch_linear(
             PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
         )  # fmt: skip
         return out, total, value, index
+    check_rows(op, config)
     block_t, block_o, split = config["block_t"], config["block_o"], config["split_k"]
     token_blocks = cdiv(num_tokens, block_t)
     partial = partial_squares = counters = x_TK

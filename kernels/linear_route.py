@@ -13,7 +13,7 @@ import torch
 
 from kernels.fit import fitted
 from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, require, waiting_programs
-from kernels.linear import MAX_VECTOR_TOKENS, in_pairs, linear_add, linear_add_ref
+from kernels.linear import MAX_VECTOR_TOKENS, check_rows, in_pairs, linear_add, linear_add_ref
 from kernels.linear_route_kernels import (
     linear_route_matrix_kernel,
     linear_route_tokens_kernel,
@@ -69,13 +69,19 @@ def default_config(
         block_k = min(pow2(num_inputs), 2048 // bytes_each)
         block_o = max(4, pow2(cdiv(num_outputs, 128)) if num_outputs >= 512 else 4)
         return {"vector": 1, "block_o": min(block_o, 32), "block_k": block_k, "num_warps": 8}
-    block_k = min(pow2(num_inputs, 16), 128 // bytes_each)
+    block_k = min(pow2(num_inputs, 16), 256 // bytes_each)
+    block_o = 64 if num_experts <= 128 else 32
     split = 1
-    while split < 4 and num_inputs // (2 * split) >= 4 * block_k:
+    while (
+        split < 4
+        and cdiv(num_outputs, block_o) * split < 100
+        and num_inputs // (2 * split) >= 2 * block_k
+    ):
         split *= 2
-    wide = num_experts <= 128
-    config = {"vector": 0, "block_o": 64 if wide else 32, "block_k": block_k, "split_k": split,
-              "stages": 4, "swap": int(wide), "num_warps": 4}  # fmt: skip
+    block_t = 8 if num_tokens <= 8 else 16
+    config = {"vector": 0, "block_t": block_t, "block_o": block_o, "block_k": block_k,
+              "split_k": split, "stages": 4, "swap": int(block_o == 64 or block_t < 16),
+              "num_warps": 4}  # fmt: skip
     return fitted(OP, config, bytes_each, num_experts=num_experts)
 
 
@@ -204,6 +210,7 @@ def linear_route(
             num_tokens <= block_t,
             f"linear_route: a block of {block_t} tokens does not hold {num_tokens}",
         )
+        check_rows(OP, config)
         launch(
             linear_route_matrix_kernel, (blocks, split), *arguments, **flags, BLOCK_T=block_t,
             SPLIT_K=split, WAYS=config.get("ways", 1), STAGES=config["stages"],

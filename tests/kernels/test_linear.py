@@ -133,6 +133,16 @@ def test_weights_in_registers_refuse_more_tokens_than_they_hold() -> None:
         TRITON.linear_add(torch.zeros(9, 200), torch.zeros(50, 200), None)
 
 
+def test_a_block_of_fewer_rows_than_a_tensor_core_takes_is_refused() -> None:
+    config = {"vector": 0, "block_t": 8, "block_o": 32, "block_k": 32, "split_k": 1, "stages": 2,
+              "swap": 0, "num_warps": 4}  # fmt: skip
+    with (
+        tuning.forced("linear_add", config),
+        pytest.raises(ValueError, match="a product of 8 rows"),
+    ):
+        TRITON.linear_add(torch.zeros(4, 64), torch.zeros(48, 64), None)
+
+
 def test_linear_add_may_write_over_its_residual(device: torch.device) -> None:
     x, weight = randn(device, torch.float32, 3, 64), randn(device, torch.float32, 48, 64)
     stream = randn(device, torch.float32, 3, 48)

@@ -1,13 +1,14 @@
 """Which knobs moved the measured speed: effect with uncertainty, or why that cannot be told.
 
-First-order functional ANOVA of log speed: an additive model of the knobs' values (ridge, one-hot),
-each knob's variance over its values taken equally often. The bootstrap over knobs gives intervals;
-permuted residuals give what a knob without any effect would show in this design. Suffixes: N knobs
-measured, P columns, F resamples.
+First-order functional ANOVA of log speed: an additive model of the knobs' values (ridge, one-hot,
+each knob centred over the knobs that have it, so that only ``speculation.method`` carries what
+speculation itself is worth), each knob's variance over its values taken equally often. The
+bootstrap over knobs gives intervals; permuted residuals give what a knob without any effect would
+show in this design. Suffixes: N knobs measured, P columns, F resamples.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -74,6 +75,10 @@ def importances(
         values = tuple(v for v in _levels(table[name]) if v != _ABSENT)
         if name in inert:
             found.append(_without(name, "cannot matter", values, inert[name]))
+        elif usable and not values and name == "speculation.draft_tokens":
+            # without a single tree
+            reason = "a chain's tokens follow from its steps"
+            found.append(_without(name, "cannot matter", values, reason))
         elif name not in effects:
             reason = (
                 f"{len(usable)} knobs measured, {_MIN_KNOBS} needed"
@@ -82,7 +87,12 @@ def importances(
             )
             found.append(_without(name, "not enough data", values, reason))
         else:
-            found.append(_judged(name, effects[name], rel_noise))
+            judged = _judged(name, effects[name], rel_noise)
+            twin = next((other for other in effects if _vary_together(table, name, other)), None)
+            if twin is not None and judged.verdict != "not enough data":
+                reason = f"it was only varied together with {twin}: either may be behind it"
+                judged = replace(judged, verdict="not enough data", reason=reason, best_value=None)
+            found.append(judged)
     order = {"matters": 0, "not enough data": 1, "does not matter": 2, "cannot matter": 3}
     found.sort(key=lambda i: (order[i.verdict], -(i.share.median if i.share else 0.0)))
     return tuple(found)
@@ -103,11 +113,15 @@ def _effects(table: Mapping[str, Sequence[Scalar | None]], log_speed: Array) -> 
     columns: list[Array] = []
     spans: dict[str, tuple[int, int, tuple[Scalar | None, ...]]] = {}
     for name, row in table.items():
-        values = _levels(row)
+        values = tuple(value for value in _levels(row) if value != _ABSENT)
         if len(values) < 2:
             continue
         start = len(columns)
-        columns += [np.array([v == value for v in row], dtype=float) for value in values]
+        there = np.array([v != _ABSENT for v in row])
+        for value in values:
+            column = np.array([v == value for v in row], dtype=float)
+            # where the knob is not there it says nothing, and its absence is another knob's value
+            columns.append(np.where(there, column - column[there].mean(), 0.0))
         spans[name] = (start, len(columns), values)
     if not columns:
         return {}
@@ -124,14 +138,11 @@ def _effects(table: Mapping[str, Sequence[Scalar | None]], log_speed: Array) -> 
     order_FN = np.argsort(rng.random((_RESAMPLES, num)), axis=1)
     found = {}
     for name, (start, stop, values) in spans.items():
-        live = [i for i, value in enumerate(values) if value != _ABSENT]
-        if len(live) < 2:
-            continue
-        index = [start + i for i in live]
+        index = list(range(start, stop))
         others = np.delete(x_NP, np.arange(start, stop), axis=1)
         found[name] = _Effect(
-            values=tuple(values[i] for i in live),
-            counts=tuple(int(x_NP[:, i].sum()) for i in index),
+            values=values,
+            counts=tuple(sum(_same(v, value) for v in table[name]) for value in values),
             means=whole_P[index],
             ranges=np.ptp(boot_FP[:, index], axis=1),
             shares=np.clip(np.var(boot_FP[:, index], axis=1) / total, 0.0, 1.0),
@@ -235,7 +246,28 @@ def _value(row: Mapping[str, Scalar | None], name: str) -> Scalar | None:
         return _ABSENT
     if name == "cuda_graph.decode" and there:
         return _ABSENT
+    # a chain's length follows from its steps
+    if name == "speculation.draft_tokens" and row["speculation.topk"] == 1:
+        return _ABSENT
     return row.get(name)
+
+
+def _vary_together(table: Mapping[str, Sequence[Scalar | None]], name: str, other: str) -> bool:
+    """Whether two knobs had one value for each of the other's, wherever both are there."""
+    if name == other:
+        return False
+    both = [
+        (a, b)
+        for a, b in zip(table[name], table[other], strict=True)
+        if a != _ABSENT and b != _ABSENT
+    ]
+    pairs, mine = set(both), {a for a, _ in both}
+    return len(mine) > 1 and len(mine) == len({b for _, b in both}) == len(pairs)
+
+
+def _same(a: Scalar | None, b: Scalar | None) -> bool:
+    """Equal, and True is not 1."""
+    return type(a) is type(b) and a == b
 
 
 def _levels(row: Sequence[Scalar | None]) -> tuple[Scalar | None, ...]:

@@ -24,6 +24,9 @@ STARTED_LENGTH = 1.005
 #: share of the power limit, and watts without a known limit, below which a busy GPU does no work
 SPIN_POWER_SHARE, SPIN_POWER_W = 0.35, 150.0
 SPIN_UTILIZATION_PERCENT = 95.0
+#: busy readings, and their share of all, below which they were caught by chance: a run of a small
+#: model on two H200 showed 2 in 116
+_MIN_BUSY, _MIN_BUSY_SHARE = 4, 0.25
 #: clocks that sink by more than this between the first and last third of a run
 CLOCK_DROP = 0.02
 #: temperature that rises by more than this alongside
@@ -124,7 +127,7 @@ def _speculation(records: "Sequence[Measurement]") -> Iterator[HealthFinding]:
 
 def _spinning(records: "Sequence[Measurement]") -> Iterator[HealthFinding]:
     """GPUs that wait for a peer: the rule of most readings, and of a repeat that hung."""
-    busy, low = 0, []
+    readings, busy, low = 0, 0, []
     for record in records:
         for states in (record.health_before, record.health_after):
             # one GPU has no peer to wait for: it is only short of work
@@ -132,13 +135,17 @@ def _spinning(records: "Sequence[Measurement]") -> Iterator[HealthFinding]:
                 continue
             for health in states:
                 used, power = health.utilization_percent, health.power_w
-                if used is None or power is None or used < SPIN_UTILIZATION_PERCENT:
+                if used is None or power is None:
+                    continue
+                readings += 1
+                if used < SPIN_UTILIZATION_PERCENT:
                     continue
                 busy += 1
                 if spins(used, power, health.power_limit_w):
                     low.append((record, health))
     hung = [(r, h) for r, h in low if r.failure is not None and r.failure.kind == "hang"]
-    if not low or (not hung and len(low) * 2 < busy):
+    common = busy >= max(_MIN_BUSY, _MIN_BUSY_SHARE * readings) and len(low) * 2 >= busy
+    if not hung and not common:
         return
     record, health = (hung or low)[0]
     yield HealthFinding(

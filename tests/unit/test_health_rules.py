@@ -1,11 +1,13 @@
 """Rules of run-time health: each fires on its fault and stays quiet beside it."""
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from autotune.backends.recording import read_recording
 from autotune.health import parse_gpu_query
 from autotune.health_rules import not_started, spins, watch_repeats, wiring_fault
 from autotune.records import Acceptance, Failure, Health, Measurement
@@ -184,3 +186,26 @@ def test_clocks_that_sink_by_six_percent_are_found_under_jitter(
         for _ in range(100)
     )  # fmt: skip
     assert found >= at_least
+
+
+@pytest.mark.parametrize("num_idle", [7, 40])
+def test_a_busy_reading_caught_by_chance_is_no_spin(num_idle: int) -> None:
+    busy = tuple(state.health() for state in parse_gpu_query(_SPINNING))
+    idle = tuple(health.model_copy(update={"utilization_percent": 3.0}) for health in busy)
+    once = [repeat(i, health_after=idle if i else busy) for i in range(num_idle + 1)]
+    assert not list(watch_repeats(once))
+    # the same readings in every other repeat are no chance
+    often = [repeat(i, health_after=idle if i % 2 else busy) for i in range(num_idle + 1)]
+    assert [finding.id for finding in watch_repeats(often)] == ["log-spin"]
+
+
+@pytest.mark.parametrize("name", ["h200-grid", "h200-grid-2x"])
+@pytest.mark.parametrize("window", [3, 24, 10_000], ids=["a-trial", "a-stretch", "the-run"])
+def test_recorded_runs_of_healthy_h200s_raise_no_alarm(name: str, window: int) -> None:
+    path = Path(__file__).parents[2] / "studies" / "results" / "h200" / f"{name}.jsonl.gz"
+    taken = [one.measurement for one in read_recording(path).repeats]
+    taken.sort(key=lambda one: one.order)
+    assert len(taken) > 200
+    for start in range(0, len(taken), window):
+        found = list(watch_repeats(taken[start : start + window]))
+        assert not found, (start, found)

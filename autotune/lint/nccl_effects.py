@@ -68,6 +68,37 @@ def nccl_effects(setup: Setup) -> Effects | None:
         return None
 
 
+def across_releases(setup: Setup) -> tuple[tuple[str, ...], dict[str, set[str]]] | None:
+    """What variables change in decoding by the known releases, where the one in use is not known.
+
+    Returns the releases asked (the first and last patch of each family) and, by variable, the
+    outcomes over sizes and releases. None where the release is known or nothing can be predicted.
+    """
+    from model.nccl.versions import KNOWN_VERSIONS, release_for
+
+    machine = setup.machine
+    version = setup.nccl_version or (machine.software.nccl_version if machine is not None else None)
+    if version is None:
+        return None
+    try:
+        release_for(version)
+    except ValueError:
+        families: dict[str, list[str]] = {}
+        for known in KNOWN_VERSIONS:
+            families.setdefault(known.rpartition(".")[0], []).append(known)
+        asked = tuple(dict.fromkeys(v for one in families.values() for v in (one[0], one[-1])))
+    else:
+        return None
+    outcomes: dict[str, set[str]] = {}
+    for release in asked:
+        found = nccl_effects(replace(setup, nccl_version=release))
+        if found is None:
+            return None
+        for name, effects in found.by_name.items():
+            outcomes.setdefault(name, set()).update(e.outcome for e in found.decoding(effects))
+    return asked, outcomes
+
+
 def forward_cost(setup: Setup) -> str:
     """Predicted all-reduce time of a verify, as a clause; empty where it is not known."""
     size = setup.message_bytes(max(setup.concurrency or 1, 1) * setup.verify_tokens)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from autotune.lint.findings import Hit, info, rule, warning
-from autotune.lint.nccl_effects import Effects
+from autotune.lint.nccl_effects import Effects, across_releases
 from autotune.lint.rules_nccl import settled
 from autotune.lint.setup import Setup
 from model.nccl.settings import c_integer
@@ -117,6 +117,34 @@ def helps_or_unclear(setup: Setup) -> Iterator[Hit]:
                 f"predicted on {_host(setup)}: {sizes_in_words(effects)}",
                 "measure it: `autotune probe` needs no model",
             )
+
+
+@rule("nccl-release-unknown", "NVIDIA/nccl sources 2.27 to 2.30: what these releases agree on")
+def bounded_by_known_releases(setup: Setup) -> Iterator[Hit]:
+    """Variables under a release whose tables are not known: what all known releases say of them."""
+    bounded = across_releases(setup)
+    if bounded is None:
+        return
+    releases, outcomes = bounded
+    kinds: dict[str, list[str]] = {}
+    for name, seen in outcomes.items():
+        if seen == {"inert"}:
+            kind = "changes nothing in decoding in any of them"
+        elif "inert" in seen:
+            kind = "is inert at some sizes or releases and not at others"
+        else:
+            kind = "changes what NCCL runs in every one of them"
+        kinds.setdefault(kind, []).append(f"{name}={setup.env[name]}")
+    says = "; ".join(f"{', '.join(names)} {kind}" for kind, names in kinds.items())
+    version = setup.nccl_version
+    if version is None and setup.machine is not None:
+        version = setup.machine.software.nccl_version
+    yield info(
+        f"NCCL {version}",
+        f"the choices of this release are not known, so no effect is predicted for it. By releases "
+        f"{releases[0]} to {releases[-1]} on {_host(setup)}: {says}",
+        "`autotune env check` on its NCCL log tells what it chose; or install a known release",
+    )
 
 
 def _host(setup: Setup) -> str:

@@ -37,6 +37,37 @@ NUM_REQUESTS, INPUT_LEN, NEW, AT_ONCE = 32, 128, 112, 16
 Emit = Callable[..., None]
 
 
+def stage_sampled(emit: Emit) -> None:
+    """Sampling under graphs, fp32: speculation draws what plain decoding draws, token for token."""
+    asks = [
+        replace(ask, temperature=0.8, seed=n) if n % 4 else ask
+        for n, ask in enumerate(tiny_requests(NUM_REQUESTS, INPUT_LEN, NEW))
+    ]
+    wrong = 0
+    with Engine(tiny_config(dtype="float32", cuda_graph=GRAPHS)) as engine:
+        plain = engine.generate(asks, OFF, concurrency=AT_ONCE)
+        greedy = engine.generate([replace(a, temperature=0.0) for a in asks], OFF).requests
+        drawn = sum(a.token_ids != b.token_ids for a, b in zip(plain.requests, greedy, strict=True))
+        for name, spec in {"off again": OFF, **KINDS}.items():
+            run = engine.generate(asks, spec, concurrency=AT_ONCE)
+            pairs = zip(plain.requests, run.requests, strict=True)
+            same = sum(a.token_ids == b.token_ids for a, b in pairs)
+            wrong += len(asks) - same
+            emit(
+                row="sampled",
+                name=f"fp32, temperature 0.8, {name}",
+                batch=AT_ONCE,
+                same_outputs=f"{same}/{len(asks)}",
+                differ_from_greedy=drawn,
+                accept_length=run.counters.accept_length,
+                cycle_ms=run.cycle_ms,
+                path=run.path,
+                graphs=dict(run.graphs),
+            )
+    if wrong:
+        raise EngineError("crash", "bench", f"{wrong} sampled outputs depend on speculation")
+
+
 def stage_near_tie(emit: Emit) -> None:
     """Exact in fp32; in bf16 no difference beyond plain decoding's own noise."""
     asks = tiny_requests(NUM_REQUESTS, INPUT_LEN, NEW)

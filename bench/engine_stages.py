@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.engine_exchange import stage_exchange
 from bench.engine_half import stage_half
-from bench.engine_near_tie import stage_near_tie
+from bench.engine_near_tie import stage_near_tie, stage_sampled
 from bench.engine_peers import (
     stage_peer8,
     stage_unpack,
@@ -158,6 +158,7 @@ STAGES: dict[str, tuple[Callable[[Emit], None], float]] = {
     "timing": (stage_timing, 60),
     "variants48": (stage_variants48, 80),
     "near_tie": (stage_near_tie, 90),
+    "sampled": (stage_sampled, 60),
     "peer8": (stage_peer8, 80),
     "unpack": (stage_unpack, 60),
     "vllm_start": (stage_vllm_start, 60),

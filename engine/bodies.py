@@ -14,7 +14,7 @@ import torch
 from engine.config import SpeculationConfig
 from engine.cycle import Seeds
 from engine.draft import DraftModel
-from engine.target import Batch, TargetModel
+from engine.target import Batch, Sampling, TargetModel
 from engine.timing import Timer
 from engine.tree import draft, draft_chain
 from kernels.cycle import SLOT
@@ -49,9 +49,12 @@ class Bodies:
         state_4B: torch.Tensor,
         embedded_BH: torch.Tensor,
         draws: Draws,
+        sampled: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         self.model, self.draft_model, self.seeds = model, draft_model, seeds
         self.embedded_BH = embedded_BH
+        #: temperature and seed of each row; None where all are greedy
+        self.sampled = sampled
         self.speculation, self.state_4B, self.draws = speculation, state_4B, draws
         self.device = state_4B.device
         self.rows = rows = state_4B.shape[1]
@@ -85,7 +88,8 @@ class Bodies:
         slot_B, last_B, prefix_B, _ = self.state_4B
         batch = Batch(last_B[:, None], prefix_B[:, None], slot_B, prefix_B, None)
         hidden_BH = self._forward(batch, timer, "decode", self.embedded_BH)
-        self.model.finish(hidden_BH, self.state_4B, record_BX, self.embedded_BH, timer)
+        sampling = self._sampling(batch.position_BT)
+        self.model.finish(hidden_BH, self.state_4B, record_BX, self.embedded_BH, timer, sampling)
 
     def draft(self) -> None:
         """Draft on rank 0; every rank gets the tree."""
@@ -116,7 +120,7 @@ class Bodies:
             mask, depth_BT = ops.tree_mask(parent_BT)
         batch = Batch(token_BT, prefix_B[:, None] + depth_BT, slot_B, prefix_B, mask)
         hidden_NH = self._forward(batch, timer, "verify")
-        target_N, value_N = self.model.best(hidden_NH)
+        target_N, value_N = self.model.best(hidden_NH, self._sampling(batch.position_BT))
         timer.mark("verify.head")
         judged_BT = target_BT = target_N.view(self.rows, -1)
         draw_1 = None
@@ -164,6 +168,21 @@ class Bodies:
             only_B=self.count_B,
         )
         seeds.settle(model, slot_B, seed_BH, with_logits=self.speculation.topk > 1)
+
+    def _sampling(self, position_BT: torch.Tensor) -> Sampling | None:
+        """How the tokens after these positions are drawn.
+
+        Noise goes with the position, so the target's token at a node is the one that plain
+        decoding would draw there: acceptance by equality is lossless.
+        """
+        if self.sampled is None:
+            return None
+        temperature_B, seed_B = self.sampled
+        # of one sequence an expanded row would be one element repeated, which no kernel can walk
+        temperature_BT, seed_BT = (
+            x_B[:, None].expand(position_BT.shape).contiguous() for x_B in (temperature_B, seed_B)
+        )
+        return Sampling(temperature_BT.view(-1), seed_BT.view(-1), position_BT.reshape(-1))
 
     def _forward(
         self, batch: Batch, timer: Timer, phase: str, embedded_NH: torch.Tensor | None = None

@@ -52,6 +52,15 @@ class Dense:
         out_TO: torch.Tensor = self.ops.linear_add(x_TK, weight_OK, residual_TO)
         return out_TO
 
+    def norm_logits(
+        self, x_TK: torch.Tensor, norm_K: torch.Tensor, eps: float, weight_OK: torch.Tensor
+    ) -> torch.Tensor:
+        """``rms_norm(x) W^T`` of a head."""
+        if self.uses_vendor(len(x_TK)):
+            return F.linear(self.ops.rms_norm(x_TK, norm_K, eps), weight_OK)
+        out_TO: torch.Tensor = self.ops.norm_lm_head(x_TK, norm_K, eps, weight_OK)
+        return out_TO
+
     def norm_argmax(
         self, x_TK: torch.Tensor, norm_K: torch.Tensor, eps: float, weight_OK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,11 +13,13 @@ import torch
 from engine.cycle import PREFILL_CHUNK, PREFILL_LENGTHS, Seeds
 from engine.draft import DraftModel
 from engine.graphs import Segment
-from engine.target import Batch, TargetModel
+from engine.target import Batch, Sampling, TargetModel
 from engine.timing import NoTimer
 
 #: values in front of a chunk's tokens: slot, first row, index of the last token that is no padding
 _HEADER = 3
+#: and, where tokens are drawn, the request's temperature (the bits of fp32) and seed
+_DRAWN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,10 @@ class Chunk:
     following: tuple[int, ...]
     last: bool
 
-    def values(self, length: int) -> list[int]:
-        """What the segment of ``length`` tokens reads."""
+    def values(self, length: int, drawn: list[int]) -> list[int]:
+        """What the segment of ``length`` tokens reads; ``drawn``: how tokens are, if any is."""
         padding = [0] * (length - len(self.tokens))
-        header = [self.slot, self.start, len(self.tokens) - 1]
+        header = [self.slot, self.start, len(self.tokens) - 1, *drawn]
         return [*header, *self.tokens, *padding, *self.following, *padding]
 
 
@@ -48,7 +50,7 @@ def chunks_of(prompt: tuple[int, ...], slot: int) -> Iterator[Chunk]:
 
 
 class Prefill:
-    """Segments of one rank, by length, whether the prompt ends, and whether a head follows."""
+    """Segments of one rank, by length, by whether the prompt ends, a head follows, and sampling."""
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class Prefill:
         self._rows = model.cache_XSCGD.shape[2]
         #: the first token, -1 where the logits were no finite numbers
         self.token_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._segments: dict[tuple[int, bool, bool], tuple[Segment, torch.Tensor]] = {}
+        self._segments: dict[tuple[int, bool, bool, bool], tuple[Segment, torch.Tensor]] = {}
 
     def length_of(self, chunk: Chunk) -> int:
         """Tokens the chunk is run at: on a CPU its own."""
@@ -75,28 +77,33 @@ class Prefill:
         fitting = (n for n in PREFILL_LENGTHS if len(chunk.tokens) <= n <= room)
         return next(fitting, len(chunk.tokens))
 
-    def prepared(self, length: int, last: bool, drafts: bool) -> bool:
+    def prepared(self, length: int, last: bool, drafts: bool, sampled: bool) -> bool:
         """Whether the segment exists."""
-        return (length, last, drafts) in self._segments
+        return (length, last, drafts, sampled) in self._segments
 
-    def prepare(self, length: int, last: bool, drafts: bool, pool: object) -> None:
+    def prepare(self, length: int, last: bool, drafts: bool, sampled: bool, pool: object) -> None:
         """Build, warm and capture a segment; all ranks together."""
-        if self.prepared(length, last, drafts):
+        key = (length, last, drafts, sampled)
+        if key in self._segments:
             return
-        input_X = torch.zeros(_HEADER + 2 * length, dtype=torch.int64, device=self.device)
+        size = _HEADER + sampled * _DRAWN + 2 * length
+        input_X = torch.zeros(size, dtype=torch.int64, device=self.device)
         input_X[0] = self.spare_slot
         kind = "end" if last else "part"
-        name = f"prefill[T={length},{kind}{',head' if drafts else ''}]"
-        segment = Segment(name, lambda _: self._body(length, last, drafts, input_X), self.device)
+        flags = (",head" if drafts else "") + (",sampled" if sampled else "")
+        name = f"prefill[T={length},{kind}{flags}]"
+        segment = Segment(
+            name, lambda _: self._body(length, last, drafts, sampled, input_X), self.device
+        )
         # lengths of which one is wanted once only are not worth a graph
         usual = length in PREFILL_LENGTHS
         segment.capture(pool, switched_on=self.captured and usual, with_laps=False)
-        self._segments[length, last, drafts] = (segment, input_X)
+        self._segments[key] = (segment, input_X)
 
-    def run(self, values: list[int], last: bool, drafts: bool) -> None:
+    def run(self, values: list[int], last: bool, drafts: bool, sampled: bool) -> None:
         """Queue a chunk; its first token will be in ``token_1``."""
-        length = (len(values) - _HEADER) // 2
-        segment, input_X = self._segments[length, last, drafts]
+        length = (len(values) - _HEADER - sampled * _DRAWN) // 2
+        segment, input_X = self._segments[length, last, drafts, sampled]
         on_gpu = self.device.type == "cuda"
         input_X.copy_(torch.tensor(values, pin_memory=on_gpu), non_blocking=True)
         segment.run()
@@ -106,9 +113,15 @@ class Prefill:
         for segment, _ in self._segments.values():
             yield segment
 
-    def _body(self, length: int, last: bool, drafts: bool, input_X: torch.Tensor) -> None:
+    def _body(
+        self, length: int, last: bool, drafts: bool, sampled: bool, input_X: torch.Tensor
+    ) -> None:
         slot_1, start_1, end_1 = input_X[0:1], input_X[1:2], input_X[2:3]
-        token_T, following_T = input_X[_HEADER:].view(2, length)
+        sampling = None
+        if sampled:
+            heat_1 = input_X[_HEADER : _HEADER + 1].int().view(torch.float32)
+            sampling = Sampling(heat_1, input_X[_HEADER + 1 : _HEADER + 2], start_1 + end_1)
+        token_T, following_T = input_X[_HEADER + sampled * _DRAWN :].view(2, length)
         position_1T = start_1[:, None] + torch.arange(length, device=self.device)
         batch = Batch(token_T[None], position_1T, slot_1, start_1, None)
         drafts = drafts and self.draft_model is not None
@@ -116,7 +129,7 @@ class Prefill:
             batch, NoTimer(), "prefill", captures=drafts
         )
         if last:
-            token_1, value_1 = self.model.best(hidden_TH[end_1])
+            token_1, value_1 = self.model.best(hidden_TH[end_1], sampling)
             self.token_1.copy_(torch.where(value_1.isfinite(), token_1, -1))
             following_T[end_1] = token_1
         if drafts:

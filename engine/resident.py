@@ -69,7 +69,10 @@ class Resident:
         self.model, self.draft_model, self.seeds, self.graphs = model, draft_model, seeds, graphs
         self.device = model.cache_XSCGD.device
         self.slots = slots
-        self.speculation = SpeculationConfig()
+        self.speculation, self.sampled = SpeculationConfig(), False
+        #: how each row's tokens are drawn, where any is
+        self.temperature_B = torch.zeros(bucket(slots), device=self.device)
+        self.seed_B = torch.zeros(bucket(slots), dtype=torch.int64, device=self.device)
         #: [slot, last token, settled rows, tokens still to deliver] of each row
         self.state_4B = torch.zeros(4, bucket(slots), dtype=torch.int64, device=self.device)
         embed_VH = model.weights.embed_VH
@@ -77,7 +80,7 @@ class Resident:
         self.embedded_BH = embed_VH.new_zeros(bucket(slots), embed_VH.shape[1])
         self._blank()
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self._shapes: dict[tuple[SpeculationConfig, int], _Shape] = {}
+        self._shapes: dict[tuple[SpeculationConfig, bool, int], _Shape] = {}
         draws = torch.rand(NUM_DRAWS, bucket(slots), generator=torch.Generator().manual_seed(seed))
         next_draw_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._draws = Draws(draws.to(self.device), next_draw_1)
@@ -91,9 +94,9 @@ class Resident:
         """Slots of the caches, the padding's included."""
         return self.slots + 1
 
-    def start(self, speculation: SpeculationConfig) -> None:
-        """Begin a run: no sequences."""
-        self.speculation = speculation
+    def start(self, speculation: SpeculationConfig, *, sampled: bool = False) -> None:
+        """Begin a run: no sequences. ``sampled``: some may have a temperature above 0."""
+        self.speculation, self.sampled = speculation, sampled
         self._blank()
 
     def report(self) -> dict[str, str]:
@@ -112,7 +115,7 @@ class Resident:
 
     def prepared(self, num_rows: int) -> bool:
         """Whether the segments for a batch of ``num_rows`` exist."""
-        return (self.speculation, bucket(num_rows)) in self._shapes
+        return self._key(num_rows) in self._shapes
 
     def prepare(self, num_rows: int) -> None:
         """Build, warm and capture the segments for a batch of ``num_rows``; all ranks together."""
@@ -121,36 +124,50 @@ class Resident:
         rows = bucket(num_rows)
         kept_4B, draw_1 = self.state_4B.clone(), self._draws.next_1.clone()
         self._blank()
-        self._shapes[self.speculation, rows] = self._shape(rows)
+        self._shapes[self._key(rows)] = self._shape(rows)
         self._set_state(kept_4B)
         self._draws.next_1.copy_(draw_1)
 
     def prepare_prefill(self, length: int, last: bool) -> None:
         """The same for chunks of a prompt."""
-        drafts = self.speculation.method != "off"
-        if not self.prefill.prepared(length, last, drafts):
-            self.prefill.prepare(length, last, drafts, self._pool)
+        self.prefill.prepare(length, last, self._drafts, self.sampled, self._pool)
 
     def prefill_chunk(self, values: list[int], last: bool) -> None:
         """Queue a chunk (``engine.prefill``)."""
-        self.prefill.run(values, last, self.speculation.method != "off")
+        self.prefill.run(values, last, self._drafts, self.sampled)
 
-    def arrange(self, plan_5B: torch.Tensor) -> None:
+    def arrange(self, plan_XB: torch.Tensor) -> None:
         """Make the rows what ``plan`` says (int64, host).
 
-        Row 0 is the old row a new one continues, or -1: then rows 1 to 4 are its state.
+        Row 0 is the old row a new one continues, or -1: then rows 1 to 4 are its state and, where
+        tokens are drawn, rows 5 and 6 its temperature (the bits of fp32) and its seed.
         """
-        num_rows = plan_5B.shape[1]
-        plan_5B = plan_5B.to(self.device, non_blocking=True)
+        num_rows = plan_XB.shape[1]
+        plan_XB = plan_XB.to(self.device, non_blocking=True)
+        plan_5B = plan_XB[:5]
+        if len(plan_XB) > 5:
+            self._arrange_sampling(plan_5B[0], plan_XB[5], plan_XB[6])
         kept_4B = self.state_4B[:, plan_5B[0].clamp(min=0)]
         self.state_4B.zero_()
         self.state_4B[SLOT] = self.slots
         self.state_4B[:, :num_rows] = torch.where(plan_5B[0] < 0, plan_5B[1:], kept_4B)
         self._embed()
 
+    def _arrange_sampling(
+        self, from_B: torch.Tensor, heat_bits_B: torch.Tensor, fresh_seed_B: torch.Tensor
+    ) -> None:
+        num_rows, old_B = len(from_B), from_B.clamp(min=0)
+        for kept, fresh_B in (
+            (self.temperature_B, heat_bits_B.int().view(torch.float32)),
+            (self.seed_B, fresh_seed_B),
+        ):
+            kept_B = kept[old_B]
+            kept.zero_()
+            kept[:num_rows] = torch.where(from_B < 0, fresh_B, kept_B)
+
     def cycle(self, num_rows: int, times: SegmentTimes) -> torch.Tensor:
         """Queue one cycle; returns the buffer that will hold its report (rank 0 reads it), 1BX."""
-        shape = self._shapes[self.speculation, bucket(num_rows)]
+        shape = self._shapes[self._key(num_rows)]
         special = times.start_cycles(1)
         if special is None and 1 in shape.flights:
             shape.flights[1].run()
@@ -166,11 +183,11 @@ class Resident:
 
     def flies(self, num_rows: int) -> bool:
         """Whether cycles of this batch size can be queued ``FLIGHT`` at a time."""
-        return FLIGHT in self._shapes[self.speculation, bucket(num_rows)].flights
+        return FLIGHT in self._shapes[self._key(num_rows)].flights
 
     def fly(self, num_rows: int, times: SegmentTimes) -> torch.Tensor:
         """Queue ``FLIGHT`` cycles; returns the buffer that will hold their reports, KBX."""
-        shape = self._shapes[self.speculation, bucket(num_rows)]
+        shape = self._shapes[self._key(num_rows)]
         times.start_cycles(FLIGHT)
         shape.flights[FLIGHT].run()
         return shape.record_KBX
@@ -179,7 +196,8 @@ class Resident:
         """Other ranks: carry out what rank 0's orders say (``engine.resident_orders``)."""
         kind, *values = payload
         if kind == START:
-            self.start(SpeculationConfig.model_validate_json(bytes(values)))
+            speculation = SpeculationConfig.model_validate_json(bytes(values[1:]))
+            self.start(speculation, sampled=bool(values[0]))
         elif kind == PREPARE:
             self.prepare(values[0])
         elif kind == PREPARE_PREFILL:
@@ -189,7 +207,7 @@ class Resident:
         else:
             num_rows, num_cycles, *plan = values
             if plan:
-                self.arrange(torch.tensor(plan).view(5, num_rows))
+                self.arrange(torch.tensor(plan).view(-1, num_rows))
             while num_cycles >= FLIGHT and self.flies(num_rows):
                 self.fly(num_rows, self._untimed)
                 num_cycles -= FLIGHT
@@ -205,13 +223,20 @@ class Resident:
 
     def distinct_experts(self, num_rows: int) -> float | None:
         """Mean over layers of how many experts the last cycle with laps touched."""
-        found = self._shapes.get((self.speculation, bucket(num_rows)))
+        found = self._shapes.get(self._key(num_rows))
         if found is None or self.device.type != "cuda":
             return None
         chosen = found.bodies.expert_LNK
         if chosen.numel() == 0 or int(chosen[0, 0, 0]) < 0:
             return None
         return sum(int(layer.unique().numel()) for layer in chosen) / len(chosen)
+
+    @property
+    def _drafts(self) -> bool:
+        return self.speculation.method != "off"
+
+    def _key(self, num_rows: int) -> tuple[SpeculationConfig, bool, int]:
+        return (self.speculation, self.sampled, bucket(num_rows))
 
     def _blank(self) -> None:
         self.state_4B.zero_()
@@ -241,6 +266,7 @@ class Resident:
             self.state_4B[:, :rows],
             self.embedded_BH[:rows],
             self._draws,
+            (self.temperature_B[:rows], self.seed_B[:rows]) if self.sampled else None,
         )
         size = (FLIGHT, rows, bodies.num_values)
         record_KBX = torch.zeros(size, dtype=torch.int64, device=self.device)
@@ -252,13 +278,14 @@ class Resident:
             segment.capture(self._pool, switched_on=on, with_laps=laps)
             return segment
 
+        drawn = ",sampled" if self.sampled else ""
         if spec.method == "off":
-            at = f"[B={rows}]"
+            at = f"[B={rows}{drawn}]"
             segments = [
                 build(f"decode{at}", graphs.decode, lambda t: bodies.decode(t, record_KBX[0]), True)
             ]
         else:
-            at = f"[B={rows},T={spec.num_tokens},steps={spec.steps},topk={spec.topk}]"
+            at = f"[B={rows},T={spec.num_tokens},steps={spec.steps},topk={spec.topk}{drawn}]"
             segments = [
                 build(f"draft{at}", graphs.draft, lambda _: bodies.draft()),
                 build(

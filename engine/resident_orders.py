@@ -7,9 +7,9 @@ from engine.config import SpeculationConfig
 START, PREPARE, RUN, PREPARE_PREFILL, PREFILL = range(5)
 
 
-def start_order(speculation: SpeculationConfig) -> list[int]:
+def start_order(speculation: SpeculationConfig, sampled: bool) -> list[int]:
     """Order: begin a run."""
-    return [START, *speculation.model_dump_json().encode()]
+    return [START, int(sampled), *speculation.model_dump_json().encode()]
 
 
 def prepare_order(num_rows: int) -> list[int]:
@@ -17,9 +17,9 @@ def prepare_order(num_rows: int) -> list[int]:
     return [PREPARE, num_rows]
 
 
-def run_order(num_rows: int, num_cycles: int, plan_5B: torch.Tensor | None) -> list[int]:
+def run_order(num_rows: int, num_cycles: int, plan_XB: torch.Tensor | None) -> list[int]:
     """Order: rearrange the rows if there is a plan, then run cycles."""
-    plan = [] if plan_5B is None else plan_5B.flatten().tolist()
+    plan = [] if plan_XB is None else plan_XB.flatten().tolist()
     return [RUN, num_rows, num_cycles, *plan]
 
 

@@ -62,7 +62,7 @@ class Runner:
             self.executor, self.draft_model, self.seeds, speculation, timer, margins=margins
         )
         at_once = min(concurrency, self.slots)
-        stepwise = self._why_stepwise(requests, margins)
+        stepwise = self._why_stepwise(margins)
         try:
             if stepwise is None:
                 assert self.executor.resident is not None
@@ -80,14 +80,12 @@ class Runner:
         finally:
             self.executor.stop()
 
-    def _why_stepwise(self, requests: list[Request], margins: bool) -> str | None:
+    def _why_stepwise(self, margins: bool) -> str | None:
         """Why these requests need the host in every cycle; None: they do not."""
         if self.executor.resident is None:
             return "device cpu"
         if margins:
             return "margins asked for"
-        if any(r.temperature > 0 for r in requests):
-            return "sampling (temperature above 0)"
         return None
 
 

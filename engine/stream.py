@@ -9,6 +9,7 @@ the device still does for it is dropped. Admission waits for an empty queue, so 
 not counted as decoding.
 """
 
+import struct
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ class Stream:
         self.executor, self.resident, self.tally = executor, resident, cycle.tally
         self.speculation, self.eos_ids, self.beat = cycle.speculation, eos_ids, beat
         self.waiting = deque(enumerate(requests))
+        #: whether any token is drawn: then all rows say how theirs are
+        self.sampled = any(request.temperature > 0 for request in requests)
         self.free = list(range(concurrency))[::-1]
         #: what the device's rows are, and what they should become with the next cycle
         self.rows: tuple[Sequence, ...] = ()
@@ -98,8 +101,8 @@ class Stream:
 
     def run(self) -> RunResult:
         """Everything, to the last token."""
-        self.executor.order_resident(start_order(self.speculation))
-        self.resident.start(self.speculation)
+        self.executor.order_resident(start_order(self.speculation, self.sampled))
+        self.resident.start(self.speculation, sampled=self.sampled)
         while self.waiting or self.active:
             if self.waiting and self.free:
                 self._drain()
@@ -130,14 +133,24 @@ class Stream:
         drafts = self.speculation.method != "off"
         for chunk in chunks_of(sequence.request.prompt_ids, sequence.slot):
             length = resident.prefill.length_of(chunk)
-            if not resident.prefill.prepared(length, chunk.last, drafts):
+            if not resident.prefill.prepared(length, chunk.last, drafts, self.sampled):
                 self.executor.order_resident(prepare_prefill_order(length, chunk.last))
                 resident.prepare_prefill(length, chunk.last)
-            values = chunk.values(length)
+            values = chunk.values(length, self._drawn(sequence))
             self.executor.order_resident(prefill_order(values, chunk.last))
             resident.prefill_chunk(values, chunk.last)
             self.beat()
         return self._copied((sequence,), resident.prefill.token_1.view(1, 1, 1))
+
+    def _drawn(self, sequence: Sequence | None) -> list[int]:
+        """Temperature (the bits of fp32) and seed of a row where any is drawn; None: padding."""
+        if not self.sampled:
+            return []
+        if sequence is None:
+            return [0, 0]
+        request = sequence.request
+        (bits,) = struct.unpack("<i", struct.pack("<f", request.temperature))
+        return [bits, request.seed % 2**63]
 
     def _first_token(self, sequence: Sequence, token: _Pending) -> None:
         (((value,),),) = self._values(token)
@@ -219,10 +232,10 @@ class Stream:
             self.resident.prepare(num_rows)
             self.beat()
             self._start_clock()
-        plan_5B = self._plan(num_rows)
-        self.executor.order_resident(run_order(num_rows, count, plan_5B))
-        if plan_5B is not None:
-            self.resident.arrange(plan_5B)
+        plan_XB = self._plan(num_rows)
+        self.executor.order_resident(run_order(num_rows, count, plan_XB))
+        if plan_XB is not None:
+            self.resident.arrange(plan_XB)
         self._used.add(num_rows)
         flies = self.resident.flies(num_rows)
         while count > 0:
@@ -240,14 +253,14 @@ class Stream:
         if wanted == self.rows:
             return None
         before = {id(s): row for row, s in enumerate(self.rows)}
-        padding = [-1, self.resident.slots, 0, 0, 0]
+        padding = [-1, self.resident.slots, 0, 0, 0, *self._drawn(None)]
         columns = []
         for s in wanted:
             if id(s) in before:
-                columns.append([before[id(s)], 0, 0, 0, 0])
+                columns.append([before[id(s)], 0, 0, 0, 0, *self._drawn(None)])
             else:
                 left = s.request.max_new_tokens - len(s.tokens)
-                columns.append([-1, s.slot, s.last, s.prefix, left])
+                columns.append([-1, s.slot, s.last, s.prefix, left, *self._drawn(s)])
         columns += [padding] * (num_rows - len(columns))
         self.rows = wanted
         return torch.tensor(columns).T.contiguous()

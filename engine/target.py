@@ -47,6 +47,16 @@ class Forward:
     captured_NF: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a row's token is drawn (``kernels.draw``); temperature 0 takes the likeliest."""
+
+    temperature_N: torch.Tensor
+    seed_N: torch.Tensor
+    #: of the row's input token
+    position_N: torch.Tensor
+
+
 #: tokens of a sequence, and rows in all, up to which the fused ops serve a forward
 FUSED_TOKENS, FUSED_ROWS = 64, 512
 
@@ -252,17 +262,34 @@ class TargetModel:
         weight_NK, expert_NK = ops.norm_route(hidden_NH, *router, renormalize=shape.renormalize)
         return hidden_NH, weight_NK, expert_NK, None
 
-    def best(self, hidden_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The likeliest token of each row (N) and its logit, fp32: the same on every rank.
+    def best(
+        self, hidden_NH: torch.Tensor, sampling: Sampling | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest or drawn token of each row (N), and what it won by: the same on every rank.
 
         Every rank compares the same gathered pairs, so all decide alike without a message.
         """
-        token_N, value_N = self.dense.norm_argmax(
-            hidden_NH, self.weights.norm_H, self.shape.rms_eps, self.weights.head_RH
-        )
+        token_N, value_N = self._best_here(hidden_NH, sampling)
         if self.group.tp == 1:
             return token_N, value_N
         token_N, value_N = self.ops.best_of_ranks(self._gathered(token_N, value_N))
+        return token_N, value_N
+
+    def _best_here(
+        self, hidden_NH: torch.Tensor, sampling: Sampling | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of this rank's share of the vocabulary."""
+        weights = self.weights
+        head = (hidden_NH, weights.norm_H, self.shape.rms_eps, weights.head_RH)
+        if sampling is None:
+            return self.dense.norm_argmax(*head)
+        token_N, value_N = self.ops.draw(
+            self.dense.norm_logits(*head),
+            sampling.temperature_N,
+            sampling.seed_N,
+            sampling.position_N,
+            weights.vocab_start,
+        )
         return token_N, value_N
 
     def _gathered(self, token_N: torch.Tensor, value_N: torch.Tensor) -> torch.Tensor:
@@ -277,10 +304,12 @@ class TargetModel:
         record_BX: torch.Tensor,
         next_BH: torch.Tensor,
         timer: Timer,
+        sampling: Sampling | None = None,
     ) -> None:
         """End a plain cycle: best tokens, state, report, and the next cycle's embeddings."""
         ops, weights = self.ops, self.weights
-        if self.group.tp == 1 and not self.dense.uses_vendor(len(hidden_BH)):
+        fused = self.group.tp == 1 and not self.dense.uses_vendor(len(hidden_BH))
+        if fused and sampling is None:
             ops.finish(
                 hidden_BH,
                 weights.norm_H,
@@ -293,10 +322,7 @@ class TargetModel:
             )
             timer.mark("decode.head")
             return
-        token_B, value_B = self.dense.norm_argmax(
-            hidden_BH, weights.norm_H, self.shape.rms_eps, weights.head_RH
-        )
-        pairs_R2B = self._gathered(token_B, value_B)
+        pairs_R2B = self._gathered(*self._best_here(hidden_BH, sampling))
         timer.mark("decode.head")
         ops.finish_ranks(pairs_R2B, state_4B, record_BX, weights.embed_VH, next_BH)
         timer.mark("sample")

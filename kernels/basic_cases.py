@@ -183,6 +183,23 @@ def rank_case(num_ranks: int, num_rows: int, hidden: int = 2048) -> Case:
     return _case(f"best of {num_ranks} ranks", make, run)
 
 
+def draw_case(num_rows: int, vocabulary: int) -> Case:
+    """Drawing tokens, for compiling."""
+
+    def make(device: torch.device, dtype: torch.dtype) -> Inputs:
+        numbers = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        return {
+            "logits": _random(device, dtype, num_rows, vocabulary),
+            "heat": torch.ones(num_rows, device=device),
+            "seed": numbers,
+            "position": numbers + 1,
+        }
+
+    return _case(
+        "draw", make, lambda ops, i: ops.draw(i["logits"], i["heat"], i["seed"], i["position"], 7)
+    )
+
+
 def exchange_case(num_ranks: int, message_bytes: int = 1 << 18) -> Case:
     """A sum and a gather over ranks, for compiling: no rank can run it alone."""
 

@@ -32,7 +32,7 @@ from kernels import (
     router,
     tuning,
 )
-from kernels.basic_cases import basic_cases, exchange_case, rank_case
+from kernels.basic_cases import basic_cases, draw_case, exchange_case, rank_case
 from kernels.catalog import (
     KIMI_K2,
     MIXTRAL_8X7B_TP8,
@@ -101,6 +101,7 @@ def entries(fast: bool) -> Iterator[Entry]:
                 yield Entry(case, torch.bfloat16, ())
     for case in basic_cases(QWEN3_30B_A3B, 1, 4, 1024):
         yield Entry(case, torch.bfloat16, ())
+    yield Entry(draw_case(4, QWEN3_30B_A3B.vocab), torch.bfloat16, ())
     for num_ranks in (2, 8):
         yield Entry(exchange_case(num_ranks), torch.bfloat16, ())
         yield Entry(rank_case(num_ranks, 4), torch.bfloat16, ())

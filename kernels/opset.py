@@ -44,6 +44,7 @@ from kernels.draft_ops import (
     silu_product,
     silu_product_ref,
 )
+from kernels.draw import draw, draw_ref
 from kernels.head import (
     norm_linear_argmax,
     norm_linear_argmax_ref,
@@ -104,6 +105,7 @@ class OpSet:
     verify_greedy: Op
     verify_sampling: Op
     sample: Op
+    draw: Op
     norm_linear: Op
     add_norm_linear: Op
     linear_add: Op
@@ -143,6 +145,7 @@ def opset(name: str) -> OpSet:
             verify_greedy=verify_greedy_ref,
             verify_sampling=verify_sampling_ref,
             sample=sample_ref,
+            draw=draw_ref,
             norm_linear=norm_linear_ref,
             add_norm_linear=add_norm_linear_ref,
             linear_add=linear_add_ref,
@@ -178,6 +181,7 @@ def opset(name: str) -> OpSet:
             verify_greedy=verify_greedy,
             verify_sampling=verify_sampling,
             sample=sample,
+            draw=draw,
             norm_linear=norm_linear,
             add_norm_linear=add_norm_linear,
             linear_add=linear_add,

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,14 @@ def _requests(new: int = 30, count: int = 5) -> list[Request]:
     ]
 
 
+def _drawn(new: int = 30, count: int = 5) -> list[Request]:
+    """The same requests, every second one sampled."""
+    return [
+        replace(r, temperature=25.0, seed=2**40 + n) if n % 2 else r
+        for n, r in enumerate(_requests(new, count))
+    ]
+
+
 def _rank_main(rank: int, tp: int, fd: int, folder: Path, pipe: Any) -> None:
     torch.set_num_threads(1)
     config = LaunchConfig(
@@ -54,10 +63,10 @@ def _rank_main(rank: int, tp: int, fd: int, folder: Path, pipe: Any) -> None:
         executor, head = build(config, shapes, group, torch.device("cpu"))
         executor.resident = resident(executor, head, config)
         runs = []
-        for speculation in (OFF, CHAIN, TREE):
+        for asks, speculation in product((_requests(), _drawn()), (OFF, CHAIN, TREE)):
             if rank == 0:
                 runner = Runner(executor, head, slots=3, eos_ids=())
-                run = runner.run(_requests(), speculation, concurrency=3)
+                run = runner.run(asks, speculation, concurrency=3)
                 runs.append((run.path, [r.token_ids for r in run.requests]))
             else:
                 executor.follow()
@@ -84,12 +93,15 @@ def test_ranks_decide_alike_without_an_order_a_cycle(
     for child in children:
         child.join(20)
     os.close(fd)
-    alone = local(small_pair / "target", max_context=128).runner.run(
-        _requests(), OFF, concurrency=1
-    )
-    expected = [r.token_ids for r in alone.requests]
-    assert [path for path, _ in runs] == ["resident"] * 3
-    assert all(tokens == expected for _, tokens in runs)
+    greedy = local(small_pair / "target", max_context=128)
+    # drawn tokens are those of the same cycles on one rank
+    drawn = local(small_pair / "target", max_context=128, on_device=True)
+    for engine, asks, found in ((greedy, _requests(), runs[:3]), (drawn, _drawn(), runs[3:])):
+        alone = engine.runner.run(asks, OFF, concurrency=1)
+        expected = [r.token_ids for r in alone.requests]
+        assert [path for path, _ in found] == ["resident"] * 3
+        assert all(tokens == expected for _, tokens in found)
+    assert runs[0][1][1] != runs[3][1][1]
     assert state == other_state
 
 
@@ -207,15 +219,13 @@ def test_a_batch_runs_at_the_next_bucket_and_reports_its_segments(
     assert list(BUCKETS) == sorted(BUCKETS)
 
 
-@pytest.mark.parametrize("how", ["margins", "temperature"])
 def test_runs_that_need_the_host_each_cycle_say_why(
-    local: Callable[..., Any], small_pair: Path, how: str
+    local: Callable[..., Any], small_pair: Path
 ) -> None:
     engine = local(small_pair / "target", on_device=True, max_context=128)
-    asks = [Request(prompt_ids=(3, 4), max_new_tokens=3, temperature=float(how == "temperature"))]
-    run = engine.runner.run(asks, OFF, concurrency=1, margins=how == "margins")
-    assert run.path.startswith("stepwise: ")
-    assert how in run.path
+    asks = [Request(prompt_ids=(3, 4), max_new_tokens=3)]
+    run = engine.runner.run(asks, OFF, concurrency=1, margins=True)
+    assert run.path == "stepwise: margins asked for"
 
 
 def test_not_a_number_stops_the_run_with_the_request(
@@ -295,7 +305,9 @@ def test_ops_get_tensors_that_kernels_can_walk(
     engine.executor.model.ops = engine.executor.model.dense.ops = strict
     engine.draft.ops = engine.draft.dense.ops = strict
     for speculation in (OFF, CHAIN, TREE):
-        engine.runner.run(_requests(12, 3), speculation, concurrency=concurrency)
+        for asks in (_requests(12, 3), _drawn(12, 3)):
+            engine.runner.run(asks, speculation, concurrency=concurrency)
+    assert ("draw" if on_device else "sample") in seen
     assert {"kv_compact", "tree_mask", "verify_greedy"} <= seen
     assert ("qkv_attention" if on_device else "qk_norm_rope") in seen
 

@@ -38,10 +38,14 @@ def estimate(kernel: str, blocks: Mapping[str, int], element_bytes: int) -> int:
     stages = blocks.get("STAGES", 1)
     swapped = bool(blocks.get("SWAP"))
     if kernel == "linear_matrix_kernel":
-        sizes = (blocks["BLOCK_T"], blocks["BLOCK_O"], blocks["BLOCK_K"])
+        # ways have a tile each, side by side
+        inner = blocks["BLOCK_K"] * blocks.get("WAYS", 1)
+        sizes = (blocks["BLOCK_T"], blocks["BLOCK_O"], inner)
         return _matrix(*sizes, stages, element_bytes, swapped)
     if kernel == "linear_route_matrix_kernel":
-        sizes = (blocks["BLOCK_T"], blocks["BLOCK_O"], blocks["BLOCK_K"])
+        # ways have a tile each, side by side
+        inner = blocks["BLOCK_K"] * blocks.get("WAYS", 1)
+        sizes = (blocks["BLOCK_T"], blocks["BLOCK_O"], inner)
         # the router's columns and their product change layout
         router = blocks["BLOCK_E"] * blocks["BLOCK_O"] * element_bytes
         product = blocks["BLOCK_E"] * blocks["BLOCK_T"] * 4
@@ -80,6 +84,7 @@ def estimated_shared_bytes(
         "BLOCK_T": config.get("block_t", 16),
         "BLOCK_O": config.get("block_o", 0),
         "BLOCK_K": config.get("block_k", 0),
+        "WAYS": config.get("ways", 1),
         "BLOCK_I": config.get("block_i", 0),
         "BLOCK_H": config.get("block_h", 0),
         "BLOCK_R": config.get("block_r", 0),

@@ -109,3 +109,12 @@ def test_attention_fits_every_gpu_and_its_parts_are_not_all_idle(
                 assert needed <= SMALLEST, label
                 assert 1 <= config["splits"] <= cdiv(rows, config["block_l"]), label
                 assert config["block_r"] <= max(16, 2 * each), label
+
+
+@pytest.mark.parametrize("op", ["norm_linear", "linear_route"])
+def test_parts_side_by_side_need_a_tile_each(op: str) -> None:
+    config = {"vector": 0, "block_t": 8, "block_o": 16, "block_k": 128, "stages": 3, "swap": 1}
+    one = estimated_shared_bytes(op, config, 2, 128, 16)
+    four = estimated_shared_bytes(op, config | {"ways": 4}, 2, 128, 16)
+    # (8 + 16) rows of 128 bf16, twice or three times, for each of three more
+    assert four - one >= 3 * 2 * 24 * 128 * 2

@@ -115,7 +115,8 @@ def bench_case(choice: Choice, names: list[str]) -> list[dict[str, Any]]:
         try:
             with _forced(choice, config):
                 errors[name] = relative_error(case, inputs[0])
-            used[name] = dict(tuning.last_used(choice.op)[1])
+            key, chosen, _ = tuning.last_used(choice.op)
+            used[name] = {"key": key, "config": dict(chosen)}
             graphs[name] = _graph(case, choice, config, todo)
         except Exception as error:  # noqa: BLE001 - one variant must not end the others
             rows.append({"name": name, "config": config, "failure": str(error)[:300]})
@@ -134,7 +135,7 @@ def bench_case(choice: Choice, names: list[str]) -> list[dict[str, Any]]:
     floor = case.min_bytes(inputs[0]) / BANDWIDTH * 1e6
     for name, us in times.items():
         rows.append({"name": name, "us": median(us), "low_us": min(us), "high_us": max(us),
-                     "error": errors[name], "floor_us": floor, "config": used[name]})  # fmt: skip
+                     "error": errors[name], "floor_us": floor, **used[name]})  # fmt: skip
     return sorted(rows, key=lambda row: row.get("us", 0.0))
 
 

@@ -33,7 +33,11 @@ DECODE_TERMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt to continue. ``temperature`` 0 is greedy; ``seed`` makes sampling repeatable."""
+    """One prompt to continue. ``temperature`` 0 is greedy; ``seed`` makes sampling repeatable.
+
+    On a GPU the text of a seed is the same with and without speculation, but for rounding; on a CPU
+    it depends on the speculation, and is another than on a GPU.
+    """
 
     prompt_ids: tuple[int, ...]
     max_new_tokens: int

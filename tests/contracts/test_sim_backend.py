@@ -165,9 +165,10 @@ def test_a_tree_holds_the_asked_nodes_and_every_parent() -> None:
 
 def test_repeats_differ_in_acceptance_and_speed(tmp_path: Path) -> None:
     made = sim_harness(tmp_path, **QUIET)
-    first, second = measure_some(made.backend, CHAIN, made.workload, 2)
-    assert first.acceptance != second.acceptance
-    assert first.tokens_per_s != second.tokens_per_s
+    taken = measure_some(made.backend, CHAIN, made.workload, 6)
+    assert taken[0].acceptance != taken[1].acceptance
+    # two repeats may end after the same number of cycles, six do not
+    assert len({repeat.tokens_per_s for repeat in taken}) > 1
 
 
 def test_a_repeat_does_not_depend_on_what_was_measured_before(tmp_path: Path) -> None:

@@ -168,7 +168,12 @@ def _tokenizer(config: LaunchConfig, *, needed: bool) -> Any:
         return None
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception, nothing finer
+        if not needed:
+            return None
+        raise invalid(f"{path}: no tokenizer: {' '.join(str(error).split())}") from None
 
 
 def _prompt_ids(prompt: str | None, prompt_ids: str | None, tokenizer: Any) -> tuple[int, ...]:

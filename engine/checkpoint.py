@@ -113,6 +113,8 @@ def _files(folder: Path) -> list[Path]:
         raise invalid(f"{folder}: holds no *.safetensors file")
     absent = [p for p in files if not p.is_file()]
     if absent:
+        if absent[0].exists():
+            raise invalid(f"{absent[0]}: is no file")
         raise invalid(f"{index}: names {absent[0].name}, which is not there")
     return files
 

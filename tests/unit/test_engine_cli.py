@@ -91,3 +91,18 @@ def test_a_failure_is_exit_code_1_with_the_workers_log(
     assert result.stderr == (
         "engine: rank 0 ran out of memory\n--- worker log (tail) ---\nallocating\nfailed\n"
     )
+
+
+@pytest.mark.parametrize("text", ["{}", "not JSON", ""], ids=["empty-object", "no-json", "empty"])
+def test_a_broken_tokenizer_is_one_line_naming_its_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    monkeypatch.setattr(cli, "Engine", _started)
+    (tmp_path / "config.json").write_text((_TINY / "tiny-moe" / "config.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(text)
+    (tmp_path / "launch.yaml").write_text(f"target: {{path: {tmp_path}}}\nmax_context: 64\n")
+    words = ["generate", "--config", str(tmp_path / "launch.yaml"), "--prompt", "x"]
+    result = CliRunner().invoke(cli.app, words)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"engine: {tmp_path / 'tokenizer.json'}: no tokenizer: ")
+    assert result.stderr.count("\n") == 1

@@ -96,6 +96,16 @@ class LogFacts:
     has_nccl: bool = False
     num_lines: int = 0
 
+    @property
+    def tells_nothing(self) -> bool:
+        """Whether no line was one that is known."""
+        known = (
+            self.engine, self.version, self.arguments, self.decodes, self.downgrades, self.captured,
+            self.allreduce, self.custom_refused, self.power, self.signatures, self.bench,
+            self.counters, self.has_nccl,
+        )  # fmt: skip
+        return not any(known)
+
     def steady(self) -> list[Decode]:
         """Reports of decoding without the first, which holds warm-up and an unfilled interval."""
         return self.decodes[1:] if len(self.decodes) > 1 else self.decodes

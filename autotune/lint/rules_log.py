@@ -31,6 +31,19 @@ def _faked(setup: Setup) -> bool:
     return config.get("rejection_sample_method") == "synthetic" or simulated not in ("-1", "")
 
 
+@rule("log-not-known", "what `--log` takes: docs/lint.md")
+def nothing_read(setup: Setup) -> Iterator[Hit]:
+    """Files in which no line is known: that nothing was found in them says nothing."""
+    log = setup.log
+    if log is not None and log.tells_nothing:
+        yield warning(
+            ", ".join(log.files),
+            f"none of {log.num_lines} lines is of SGLang, vLLM, their benchmarks, NCCL, nvidia-smi "
+            "or /metrics: nothing could be judged by it",
+            "give the server's own output from its start on",
+        )
+
+
 @rule("log-spec-not-started", "issue C: accept length 1.00 means speculation did not start")
 def nothing_accepted(setup: Setup) -> Iterator[Hit]:
     """Exactly one token per verify, always: no draft ever got through."""

@@ -42,6 +42,35 @@ def fraction_out_of_range(setup: Setup) -> Iterator[Hit]:
             )
 
 
+#: options of both servers that their parsers read as whole numbers
+_WHOLE = (
+    "--tp-size", "--tensor-parallel-size", "--pp-size", "--pipeline-parallel-size", "--dp-size",
+    "--data-parallel-size", "--ep-size", "--nnodes", "--node-rank", "--max-num-seqs",
+    "--max-running-requests", "--context-length", "--speculative-num-steps",
+    "--speculative-eagle-topk", "--speculative-num-draft-tokens", "--cuda-graph-max-bs",
+    "--cuda-graph-max-bs-decode", "--max-cudagraph-capture-size", "--page-size",
+    "--chunked-prefill-size", "--base-gpu-id",
+)  # fmt: skip
+
+
+@rule("value-not-a-number", "servers' argument parsers (argparse, type int)", "sglang", "vllm")
+def word_where_a_number_belongs(setup: Setup) -> Iterator[Hit]:
+    """A word, a fraction or a unit in an option that takes a whole number."""
+    for option in setup.command.options:
+        if option.name not in _WHOLE or not option.values or setup.command.printed:
+            continue
+        text = option.values[0]
+        # a variable of a script or a placeholder of a recipe is no mistake; None is a default
+        if re.fullmatch(r"[-+]?\d+", text) or re.search(r"[$<{\[]", text) or text == "None":
+            continue
+        number = re.match(r"\d+", text)
+        yield error(
+            option.text,
+            f"{option.written} takes a whole number; the server refuses {text!r} at start",
+            f"write {option.written} {number[0] if number else 'N'}",
+        )
+
+
 @rule("spec-method-misspelt", "vllm config/speculative.py: the method is one of a list", "vllm")
 def method_of_another_name(setup: Setup) -> Iterator[Hit]:
     """A method that differs from a known one by case or punctuation, or by a letter."""

@@ -17,8 +17,8 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,11 @@ class Truth:
         repeats = tuple(tuple(v) for each in speeds for v in rows[each].values())
         kept = {each: knobs[each] for each in speeds}
         return cls(kept, speeds, repeats, len(wrong))
+
+    def within(self, knobs_ids: Container[str]) -> "Truth":
+        """The part of a space that is smaller than the recorded one."""
+        speeds = {each: levels for each, levels in self.speeds.items() if each in knobs_ids}
+        return replace(self, knobs={each: self.knobs[each] for each in speeds}, speeds=speeds)
 
     def score(self, knobs_id: str) -> float:
         """Mean log tokens/s over the levels."""
@@ -170,8 +175,11 @@ def main(argv: list[str] | None = None) -> int:
     loaded = load_study(args.study)
     path = loaded.base_dir / loaded.study.backend.args["path"]
     truth = Truth.of(read_recording(path), lossless=loaded.study.constraints.lossless)
+    plan = make_plan(loaded)
+    space = {plan.space.at(index).id for index in range(plan.space.size)}
+    truth = truth.within(space | {plan.baseline.id})
     shares = truth.shares()
-    prior = accuracy(make_plan(loaded).model, truth)
+    prior = accuracy(plan.model, truth)
     curves, ends = [], []
     for seed in range(args.seeds):
         curve, model = searched(loaded, seed, truth)

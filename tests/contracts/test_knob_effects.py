@@ -11,6 +11,7 @@ from model.spec import Knobs, Scalar
 
 sys.path.insert(0, str(ROOT))
 from bench.knob_effects import effects, pair_noise
+from bench.replay_search import Truth
 
 
 def space() -> dict[str, Knobs]:
@@ -75,6 +76,16 @@ def test_nccls_knobs_are_judged_where_nccl_carries_and_slow_configurations_may_b
     assert all(e.best_share >= 0.5 for e in few)
     # of the 5 pairs of protocols both are fast enough in 2
     assert next(e for e in few if (e.knob, e.value) == ("nccl.proto", "Simple")).num_pairs == 2
+
+
+def test_a_smaller_space_is_judged_by_its_own_best() -> None:
+    knobs = space()
+    truth = Truth(knobs, {each: {1: speed(found)} for each, found in knobs.items()})
+    slow = {each for each, found in knobs.items() if found.values()["nccl.proto"] == "Simple"}
+    part = truth.within(slow)
+    assert set(part.knobs) == slow
+    assert max(part.shares().values()) == 1.0
+    assert max(share for each, share in truth.shares().items() if each in slow) < 1.0
 
 
 def test_a_knob_without_effect_is_within_noise_and_one_with_it_is_not() -> None:

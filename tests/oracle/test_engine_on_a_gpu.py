@@ -104,8 +104,9 @@ def test_a_slice_with_random_weights_and_synthetic_acceptance(small_pair: Path) 
 
 
 @pytest.mark.slow
-def test_two_gpus_decode_the_fp32_tokens_of_one_cpu_rank() -> None:
-    """All sizes of batches and trees that a search tries, and with graphs and without."""
+@pytest.mark.parametrize("flags", [ALL, {}], ids=["graphs", "eager"])
+def test_two_gpus_decode_the_fp32_tokens_of_one_cpu_rank(flags: dict[str, bool]) -> None:
+    """Sizes of batches and trees that a search tries, the largest among them."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     shared: dict[str, Any] = {
@@ -127,12 +128,11 @@ def test_two_gpus_decode_the_fp32_tokens_of_one_cpu_rank() -> None:
         expected = [r.token_ids for r in cpu.generate(asks, OFF).requests]
     bushy = SpeculationConfig(method="eagle3", steps=3, topk=4, draft_tokens=16)
     wrong = {}
-    for name, flags in (("graphs", ALL), ("eager", {})):
-        with Engine(_config(_TINY, tp=2, cuda_graph=flags, **shared)) as engine:
-            for speculation in (OFF, CHAIN, bushy):
-                for at_once in (16, 1):
-                    run = engine.generate(asks[-at_once:], speculation, concurrency=at_once)
-                    got = [r.token_ids for r in run.requests]
-                    if got != expected[-at_once:]:
-                        wrong[name, speculation.num_tokens, at_once] = got
+    with Engine(_config(_TINY, tp=2, cuda_graph=flags, **shared)) as engine:
+        for speculation in (OFF, CHAIN, bushy):
+            for at_once in (16, 1):
+                run = engine.generate(asks[-at_once:], speculation, concurrency=at_once)
+                got = [r.token_ids for r in run.requests]
+                if got != expected[-at_once:]:
+                    wrong[speculation.num_tokens, at_once] = got
     assert not wrong

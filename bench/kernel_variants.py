@@ -49,14 +49,8 @@ class Variant:
     sizes: tuple[str, ...] = ("1x1", "1x4", "16x1", "64x1")
 
 
-def _stream(rows: int) -> tuning.Config:
-    """The down projection of 8 experts with tiles of ``rows`` rows, streamed."""
-    return {"scheme": moe_down.STREAM, "block_o": rows // 8, "block_i": 1024,
-            "each": {8: 3, 16: 2}[rows], "num_warps": 4}  # fmt: skip
-
-
-def _ahead(block_o: int, unroll: int) -> tuning.Config:
-    return {"scheme": moe_down.AHEAD, "block_o": block_o, "block_i": 1024, "unroll": unroll,
+def _vector(block_o: int, unroll: int) -> tuning.Config:
+    return {"scheme": moe_down.VECTOR, "block_o": block_o, "block_i": 1024, "unroll": unroll,
             "num_warps": 4}  # fmt: skip
 
 
@@ -66,10 +60,9 @@ def _across(block_o: int, unroll: int) -> tuning.Config:
             "num_warps": unroll}  # fmt: skip
 
 
-def _grouped(block_i: int, stages: int, listed: int, combine: int) -> tuning.Config:
+def _grouped(block_i: int, stages: int) -> tuning.Config:
     return {"scheme": moe_down.GROUPED, "block_t": 16, "block_o": 64, "block_i": block_i,
-            "stages": stages, "swap": 1, "num_warps": 4, "listed": listed,
-            "combine": combine}  # fmt: skip
+            "stages": stages, "swap": 1, "num_warps": 4}  # fmt: skip
 
 
 ONE, FOUR, SIXTEEN, MANY = "1x1", "1x4", "16x1", "64x1"
@@ -81,19 +74,15 @@ VARIANTS = {
     "early, experts": Variant(pdl=EARLY | EXPERTS, sizes=(ONE,)),
     "joined": Variant(fused=True, sizes=(FOUR, SIXTEEN)),
     "joined, experts": Variant(fused=True, pdl=EXPERTS, sizes=(FOUR, SIXTEEN)),
-    "stream 8, joined, experts": Variant(
-        force={"moe_down": _stream(8)}, fused=True, pdl=EXPERTS, sizes=(FOUR,)
-    ),
-    "rows searched": Variant(force={"moe_down": _grouped(64, 5, 0, 1024)}, sizes=(MANY,)),
-    "rows listed": Variant(force={"moe_down": _grouped(64, 5, 1, 1024)}, sizes=(MANY,)),
-    "rows listed, 512": Variant(force={"moe_down": _grouped(64, 5, 1, 512)}, sizes=(MANY,)),
-    "rows listed, 256": Variant(force={"moe_down": _grouped(64, 5, 1, 256)}, sizes=(MANY,)),
-    "rows listed, 64/4": Variant(force={"moe_down": _grouped(64, 4, 1, 512)}, sizes=(MANY,)),
-    "rows listed, 32/8": Variant(force={"moe_down": _grouped(32, 8, 1, 512)}, sizes=(MANY,)),
+    "down 64/4": Variant(force={"moe_down": _grouped(64, 4)}, sizes=(MANY,)),
+    "down 32/8": Variant(force={"moe_down": _grouped(32, 8)}, sizes=(MANY,)),
 }
-_TRIED = [(f"ahead {o}/{u}", _ahead(o, u)) for o, u in ((4, 4), (2, 4))]
-_TRIED += [(f"across {o}/{u}", _across(o, u)) for o, u in ((4, 8), (4, 4), (2, 4), (8, 4))]
-for _name, _config in _TRIED:
+for _name, _config in (
+    ("vector 4/4", _vector(4, 4)),
+    ("across 4/4", _across(4, 4)),
+    ("across 2/4", _across(2, 4)),
+    ("across 8/4", _across(8, 4)),
+):
     _force = {"moe_down": _config}
     VARIANTS[f"{_name}, early"] = Variant(force=_force, pdl=EARLY, sizes=(ONE,))
     VARIANTS[f"{_name}, early, experts"] = Variant(force=_force, pdl=EARLY | EXPERTS, sizes=(ONE,))
@@ -103,7 +92,7 @@ for _name, _config in _TRIED:
     )
 
 #: variants whose kernels are listed one by one
-PROFILED = ("plain", "joined", "joined, experts", "rows searched", "rows listed")
+PROFILED = ("plain", "early, experts", "joined", "joined, experts")
 
 
 def _note(out: Path, row: dict[str, object]) -> None:

@@ -1,9 +1,10 @@
 """How the kernels of a forward are launched, by its number of rows.
 
 Measured on an H200 (``bench/kernel_variants.py``, whole forward of 8 layers of Qwen3-30B-A3B, in
-microseconds): for one row the output projection and the router apart, with the small kernels
-launched early, take 522 (not early 530, joined 538); for 4 rows joined 965 (early 970, apart 973);
-for 16 rows joined 1963 (early 1977, apart 2043); for 64 rows nothing gains.
+microseconds): for one row the output projection and the router apart, with the small kernels and
+the experts' launched early, take 502 (without the experts' 507, none early 516); for 4 rows joined
+with the experts' early 946 (without 952, apart 956); for 16 rows joined 1963 (early 1977, apart
+2043); for 64 rows nothing gains.
 ``AUTOTUNE_ROUTER`` (auto, joined, split) and ``AUTOTUNE_PDL`` (see ``kernels.launch``)
 decide otherwise.
 """
@@ -30,11 +31,13 @@ class Policy:
     early: frozenset[str]
 
 
-_APART = Policy(False, frozenset({"linear_add", "norm_route", "other"}))
+_EXPERTS = frozenset({"moe_gate_up", "moe_down"})
+_APART = Policy(False, _EXPERTS | {"linear_add", "norm_route", "other"})
+_JOINED_EARLY = Policy(True, _EXPERTS)
 _JOINED = Policy(True, frozenset())
 _PLAIN = Policy(False, frozenset())
 #: rows up to which a policy holds
-_BY_ROWS = ((1, _APART), (16, _JOINED))
+_BY_ROWS = ((1, _APART), (4, _JOINED_EARLY), (16, _JOINED))
 
 
 def choice(variable: str, choices: tuple[str, ...]) -> str:

@@ -8,7 +8,7 @@ from torch.nn.functional import linear, silu
 
 from kernels import moe_down, moe_gate_up
 from kernels.launch import require, shared_memory_bytes
-from kernels.moe_rows import SLOT_TILE, listed_slots, make_slots
+from kernels.moe_rows import make_slots
 from kernels.norm import Normed, rms_norm_ref
 from kernels.tuning import config_for
 
@@ -189,20 +189,10 @@ def _run(
         )
         active = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     slots = make_slots(expert_TK, num_experts, first.get("block_t", 16))
-    listed = None
-    if (
-        first["vector"] == moe_gate_up.MATRIX
-        and second["scheme"] == moe_down.GROUPED
-        and slots.kind != SLOT_TILE.value
-        and second.get("listed", 1)
-    ):
-        listed = listed_slots(slots, num_pairs)
     hidden_PI = moe_gate_up.run_gate_up(
-        x_TH, norm_weight_H, eps, gate_up_EJH, expert_TK, first, slots, active, squares_NT, listed
+        x_TH, norm_weight_H, eps, gate_up_EJH, expert_TK, first, slots, active, squares_NT
     )
-    if listed is not None:
-        slots = listed
-    elif second.get("block_t", 16) != first.get("block_t", 16):
+    if second.get("block_t", 16) != first.get("block_t", 16):
         slots = make_slots(expert_TK, num_experts, second.get("block_t", 16))
     moe_down.run_down(
         hidden_PI,

@@ -11,7 +11,6 @@ from kernels.launch import (
     arrival_counters,
     cdiv,
     launch,
-    num_multiprocessors,
     pdl_for,
     pow2,
     require,
@@ -19,11 +18,9 @@ from kernels.launch import (
 from kernels.moe_down_kernels import (
     combine_kernel,
     down_across_kernel,
-    down_ahead_kernel,
     down_grouped_kernel,
     down_shared_kernel,
     down_stationary_kernel,
-    down_stream_kernel,
     down_vector_kernel,
 )
 from kernels.moe_rows import MAX_PAIRS_UNSORTED, Slots
@@ -31,7 +28,7 @@ from kernels.moe_tiles import depth, mostly_apart, row_warps, rows_of_expert
 from kernels.tuning import Config
 
 #: configuration values of "scheme"
-VECTOR, STATIONARY, GROUPED, SHARED, STREAM, AHEAD, ACROSS = 0, 1, 2, 3, 4, 5, 6
+VECTOR, STATIONARY, GROUPED, SHARED, ACROSS = 0, 1, 2, 3, 4
 #: pairs up to which the vector kernels may be the faster ones
 MAX_PAIRS_SHARED = 128
 #: most tokens of the stationary scheme: its rows are the tokens
@@ -88,12 +85,10 @@ def candidates(num_tokens: int, num_pairs: int, inter: int) -> list[Config]:
             if unroll <= experts:
                 found.append({"scheme": VECTOR, "block_o": block_o, "block_i": block_i,
                               "unroll": unroll, "num_warps": min(4, num_warps)})  # fmt: skip
-        # two tiles and the first half's rows in registers: as many programs as those allow
-        for rows, each in ((8, 12), (16, 8)):
-            if whole <= 2048 and experts <= rows:
-                found.append({"scheme": STREAM, "block_o": rows // experts,
-                              "block_i": whole, "each": max(1, each // num_warps),
-                              "num_warps": num_warps})  # fmt: skip
+        for block_o in (4, 8, 2):
+            if inter >= 256 and experts >= 4:
+                found.append({"scheme": ACROSS, "block_o": block_o, "block_i": 256, "unroll": 4,
+                              "num_warps": 4})  # fmt: skip
     if num_tokens == 1:
         return found
     if num_pairs <= MAX_PAIRS_SHARED and whole <= 2048:
@@ -145,9 +140,8 @@ def run_down(
     strides = down_EHI.stride()[:2]
     has_residual = residual_TH is not None
     blocks = cdiv(hidden, config["block_o"])
-    if config["scheme"] in (VECTOR, AHEAD, ACROSS):
-        vector = {VECTOR: down_vector_kernel, AHEAD: down_ahead_kernel,
-                  ACROSS: down_across_kernel}[config["scheme"]]  # fmt: skip
+    if config["scheme"] in (VECTOR, ACROSS):
+        vector = down_vector_kernel if config["scheme"] == VECTOR else down_across_kernel
         launch(
             vector, (num_tokens, blocks), hidden_PI, down_EHI, weight_TK,
             expert_TK, residual, out_TH, hidden, *strides, INTER=inter,
@@ -156,22 +150,7 @@ def run_down(
             **common,
         )  # fmt: skip
         return
-    if config["scheme"] == STREAM:
-        require(
-            config["block_i"] >= inter,
-            f"moe_down: streaming takes whole rows, {config['block_i']} of {inter} given",
-        )
-        room = max(1, num_multiprocessors(device) * config["each"] // num_tokens)
-        # as many programs as the GPU holds at once, and the same number of blocks for each
-        programs = cdiv(blocks, cdiv(blocks, room))
-        launch(
-            down_stream_kernel, (num_tokens, programs), hidden_PI, down_EHI, weight_TK,
-            expert_TK, residual, out_TH, hidden, blocks, *strides, INTER=inter, K=top_k,
-            HAS_RESIDUAL=has_residual, BLOCK_K=pow2(top_k), BLOCK_O=config["block_o"],
-            BLOCK_I=config["block_i"], **common,
-        )  # fmt: skip
-        return
-    block = min(config.get("combine", 1024), pow2(hidden))
+    block = min(1024, pow2(hidden))
     if config["scheme"] == STATIONARY:
         assert active is not None
         split, block_o = config["split"], config["block_o"]

@@ -54,61 +54,6 @@ def down_vector_kernel(
 
 
 @triton.jit
-def down_ahead_kernel(
-    hidden, down, weights, experts, residual, out,
-    H, expert_stride, row_stride,
-    INTER: tl.constexpr, K: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, UNROLL: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    # the tokens of one block of columns run together: experts they share are read once
-    t = tl.program_id(0).to(tl.int64)
-    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
-    i = tl.arange(0, BLOCK_I)
-    k = tl.arange(0, UNROLL)
-    in_o = o < H
-    rows = down + o.to(tl.int64)[None, :, None] * row_stride + i[None, None, :]
-    # the router's choice is two kernels old: the first rows come while the first half ends
-    in_k = k < K
-    e = tl.load(experts + t * K + k, mask=in_k, other=0).to(tl.int64)
-    w = tl.load(weights + t * K + k, mask=in_k, other=0.0).to(tl.float32)
-    tile = tl.load(
-        rows + e[:, None, None] * expert_stride,
-        mask=in_k[:, None, None] & in_o[None, :, None] & (i < INTER)[None, None, :],
-        other=0.0,
-        eviction_policy="evict_first",
-    )
-    wait_for_predecessor(PDL)
-    acc = tl.zeros([BLOCK_O, BLOCK_I], dtype=tl.float32)
-    # several experts' rows in one load: that is what keeps enough bytes in flight
-    for k0 in tl.static_range(0, K, UNROLL):
-        in_k = k0 + k < K
-        if k0 > 0:
-            e = tl.load(experts + t * K + k0 + k, mask=in_k, other=0).to(tl.int64)
-            w = tl.load(weights + t * K + k0 + k, mask=in_k, other=0.0).to(tl.float32)
-        for i0 in tl.static_range(0, INTER, BLOCK_I):
-            in_i = i0 + i < INTER
-            if k0 > 0 or i0 > 0:
-                tile = tl.load(
-                    rows + e[:, None, None] * expert_stride + i0,
-                    mask=in_k[:, None, None] & in_o[None, :, None] & in_i[None, None, :],
-                    other=0.0,
-                    eviction_policy="evict_first",
-                )
-            v = tl.load(
-                hidden + (t * K + k0 + k)[:, None] * INTER + (i0 + i)[None, :],
-                mask=in_k[:, None] & in_i[None, :],
-                other=0.0,
-            )
-            v = v.to(tl.float32) * w[:, None]
-            acc += tl.sum(tile.to(tl.float32) * v[:, None, :], axis=0)
-    y = tl.sum(acc, axis=1)
-    if HAS_RESIDUAL:
-        y += tl.load(residual + t * H + o, mask=in_o, other=0.0).to(tl.float32)
-    tl.store(out + t * H + o, y.to(out.dtype.element_ty), mask=in_o)
-
-
-@triton.jit
 def down_across_kernel(
     hidden, down, weights, experts, residual, out,
     H, expert_stride, row_stride,
@@ -116,7 +61,8 @@ def down_across_kernel(
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    # the tokens of one block of columns run together: experts they share are read once
+    # as the vector kernel, but each warp has an expert of its own: no lane is masked where parts of
+    # 256 columns divide the row, and nothing is added up over the warps before the end
     t = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     i = tl.arange(0, BLOCK_I)
@@ -135,7 +81,6 @@ def down_across_kernel(
     )
     wait_for_predecessor(PDL)
     acc = tl.zeros([BLOCK_O, UNROLL, BLOCK_I], dtype=tl.float32)
-    # several experts' rows in one load: that is what keeps enough bytes in flight
     for k0 in tl.static_range(0, K, UNROLL):
         in_k = k0 + k < K
         if k0 > 0:
@@ -161,61 +106,6 @@ def down_across_kernel(
     if HAS_RESIDUAL:
         y += tl.load(residual + t * H + o, mask=in_o, other=0.0).to(tl.float32)
     tl.store(out + t * H + o, y.to(out.dtype.element_ty), mask=in_o)
-
-
-@triton.jit
-def down_stream_kernel(
-    hidden, down, weights, experts, residual, out,
-    H, num_blocks, expert_stride, row_stride,
-    INTER: tl.constexpr, K: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    # a token's rows of the first half stay in registers while its experts' columns stream by, the
-    # next ones asked for before the present ones are used
-    t = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1)
-    step = tl.num_programs(1)
-    k = tl.arange(0, BLOCK_K)
-    o = tl.arange(0, BLOCK_O)
-    i = tl.arange(0, BLOCK_I)
-    in_k, in_i = k < K, i < INTER
-    # the router's choice is two kernels old: the first rows come while the first half ends
-    e = tl.load(experts + t * K + k, mask=in_k, other=0).to(tl.int64)
-    rows = (
-        down
-        + e[:, None, None] * expert_stride
-        + o.to(tl.int64)[None, :, None] * row_stride
-        + i[None, None, :]
-    )
-    inside = in_k[:, None, None] & in_i[None, None, :]
-    tile = tl.load(
-        rows + first.to(tl.int64) * (BLOCK_O * row_stride),
-        mask=inside & (first * BLOCK_O + o < H)[None, :, None],
-        other=0.0,
-        eviction_policy="evict_first",
-    )
-    w = tl.load(weights + t * K + k, mask=in_k, other=0.0).to(tl.float32)
-    wait_for_predecessor(PDL)
-    v = tl.load(
-        hidden + (t * K + k)[:, None] * INTER + i[None, :],
-        mask=in_k[:, None] & in_i[None, :],
-        other=0.0,
-    )
-    v = v.to(tl.float32) * w[:, None]
-    for block in range(first, num_blocks, step):
-        following = block + step
-        ahead = tl.load(
-            rows + following.to(tl.int64) * (BLOCK_O * row_stride),
-            mask=inside & (following * BLOCK_O + o < H)[None, :, None],
-            other=0.0,
-            eviction_policy="evict_first",
-        )
-        y = tl.sum(tl.sum(tile.to(tl.float32) * v[:, None, :], axis=0), axis=1)
-        at = block * BLOCK_O + o
-        if HAS_RESIDUAL:
-            y += tl.load(residual + t * H + at, mask=at < H, other=0.0).to(tl.float32)
-        tl.store(out + t * H + at, y.to(out.dtype.element_ty), mask=at < H)
-        tile = ahead
 
 
 @triton.jit
@@ -335,9 +225,9 @@ def down_grouped_kernel(
     slot = tl.program_id(1)
     wait_for_predecessor(PDL)
     e = expert_of_slot(experts, tile_expert, slot, P, SLOT, BLOCK_P)
-    count = num_rows_of_slot(experts, tile_count, slot, e, P, SLOT, BLOCK_P)
     if e < 0:
         return
+    count = num_rows_of_slot(experts, tile_count, slot, e, P, SLOT, BLOCK_P)
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     i = tl.arange(0, BLOCK_I)
     in_o = o < H

@@ -144,11 +144,11 @@ def gate_up_shared_kernel(
 @triton.jit
 def gate_up_matrix_kernel(
     x, gain, norm_squares, gate_up, experts, order, tile_expert, tile_first, tile_count, out,
-    active, num_active, listed_order, listed_expert, listed_count,
-    P, num_slots, x_stride, eps, expert_stride, row_stride,
+    active,
+    num_active, P, num_slots, x_stride, eps, expert_stride, row_stride,
     H: tl.constexpr, INTER: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HAS_NORM: tl.constexpr,
-    NORM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, LIST: tl.constexpr,
-    LIST_ROWS: tl.constexpr, SLOT: tl.constexpr, BLOCK_P: tl.constexpr,
+    NORM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, LIST: tl.constexpr, SLOT: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -162,15 +162,9 @@ def gate_up_matrix_kernel(
                 _list_active(experts, active, num_active, P, E, BLOCK_P, BLOCK_E)
             return
     e = expert_of_slot(experts, tile_expert, slot, P, SLOT, BLOCK_P)
-    # a slot's first program leaves its rows for the second half
-    lists = LIST_ROWS and pid_i == 0
-    if lists:
-        tl.store(listed_expert + slot, e)
     if e < 0:
         return
     count = num_rows_of_slot(experts, tile_count, slot, e, P, SLOT, BLOCK_P)
-    if lists:
-        tl.store(listed_count + slot, count)
     i = pid_i * BLOCK_I + tl.arange(0, BLOCK_I)
     h = tl.arange(0, BLOCK_H)
     in_i = i < INTER
@@ -182,8 +176,6 @@ def gate_up_matrix_kernel(
         pair = pairs_of_slot(
             experts, order, tile_first, slot, e, m, count, P, SLOT, BLOCK_P
         ).to(tl.int64)  # fmt: skip
-        if lists:
-            tl.store(listed_order + slot * P + m, pair.to(tl.int32), mask=in_m)
         rows = x + (pair // K)[:, None] * x_stride
         if SWAP:
             acc_gate = tl.zeros([BLOCK_I, BLOCK_T], dtype=tl.float32)
@@ -318,11 +310,9 @@ def run_gate_up(
     slots: Slots,
     active: torch.Tensor | None,
     squares_NT: torch.Tensor | None = None,
-    listed: Slots | None = None,
 ) -> torch.Tensor:
     """``hidden_PI``; ``active`` (int32 [E + 1]) gets the touched experts and, last, how many.
 
-    ``listed`` (for tiles of tokens only) gets the rows of each slot.
     With ``squares_NT`` the rows of x are ``Normed``: they carry the gain and only lack the scale.
     """
     num_experts, double, hidden = gate_up_EJH.shape
@@ -340,7 +330,7 @@ def run_gate_up(
              "NORM_PARTS": 0 if squares_NT is None else len(squares_NT),
              "BLOCK_PARTS": 1 if squares_NT is None else pow2(len(squares_NT))}  # fmt: skip
     norm_squares = gain if squares_NT is None else squares_NT
-    lists_active = active is not None
+    listed = active is not None
     # what a flag switches off still needs a pointer of a fixed type
     place = active if active is not None else expert_TK
     number = active[num_experts:] if active is not None else expert_TK
@@ -352,21 +342,19 @@ def run_gate_up(
         )
         launch(
             gate_up_vector_kernel if config["vector"] == PAIR else gate_up_shared_kernel,
-            (num_pairs + (1 if lists_active else 0), blocks), x_TH, gain, norm_squares, gate_up_EJH,
+            (num_pairs + (1 if listed else 0), blocks), x_TH, gain, norm_squares, gate_up_EJH,
             expert_TK, out_PI, place, number, num_pairs, eps, *strides, **flags, E=num_experts,
-            LIST=lists_active, BLOCK_P=pow2(num_pairs), BLOCK_E=pow2(num_experts),
+            LIST=listed, BLOCK_P=pow2(num_pairs), BLOCK_E=pow2(num_experts),
             BLOCK_I=config["block_i"], BLOCK_H=config["block_h"],
             PDL=pdl, launch_pdl=pdl, num_warps=config["num_warps"],
         )  # fmt: skip
         return out_PI
-    rows = slots if listed is None else listed
     launch(
-        gate_up_matrix_kernel, (blocks, slots.count + (1 if lists_active else 0)),
+        gate_up_matrix_kernel, (blocks, slots.count + (1 if listed else 0)),
         x_TH, gain, norm_squares, gate_up_EJH, expert_TK, slots.order, slots.tile_expert,
-        slots.tile_first, slots.tile_count, out_PI, place, number, rows.order, rows.tile_expert,
-        rows.tile_count, num_pairs, slots.count, strides[0], eps, *strides[1:],
-        **flags, E=num_experts, LIST=lists_active, LIST_ROWS=listed is not None,
-        SLOT=slots.kind, BLOCK_P=slots.block_p,
+        slots.tile_first, slots.tile_count, out_PI, place, number, num_pairs, slots.count,
+        strides[0], eps, *strides[1:],
+        **flags, E=num_experts, LIST=listed, SLOT=slots.kind, BLOCK_P=slots.block_p,
         BLOCK_E=pow2(num_experts), BLOCK_T=config["block_t"], BLOCK_I=config["block_i"],
         BLOCK_H=config["block_h"], STAGES=config["stages"], SWAP=bool(config.get("swap")),
         PRECISION="ieee",

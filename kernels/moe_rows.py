@@ -3,8 +3,7 @@
 T tokens, K experts per token, P = T * K (token, expert) pairs, E experts. A *slot* is what a
 program is given: with SLOT_PAIR pair number ``slot`` (its expert, if no earlier pair has it), with
 SLOT_EXPERT expert number ``slot``, with SLOT_TILE a run of at most BLOCK_T pairs out of a sorted
-list made by ``sorted_tiles``. With SLOT_LISTED it is one of the first two, whose rows the first
-half of the MLP has found and stored.
+list made by ``sorted_tiles``.
 """
 
 from dataclasses import dataclass
@@ -21,14 +20,13 @@ MAX_PAIRS_UNSORTED = 512
 SLOT_PAIR = tl.constexpr(0)
 SLOT_EXPERT = tl.constexpr(1)
 SLOT_TILE = tl.constexpr(2)
-SLOT_LISTED = tl.constexpr(3)
 
 
 @triton.jit
 def expert_of_slot(experts, tile_expert, slot, P, SLOT: tl.constexpr, BLOCK_P: tl.constexpr):
     """The slot's expert, or a negative number where the slot has nothing to do."""
     e = slot
-    if SLOT == SLOT_TILE or SLOT == SLOT_LISTED:  # noqa: SIM109 - Triton has no `in`
+    if SLOT == SLOT_TILE:
         e = tl.load(tile_expert + slot)
     if SLOT == SLOT_PAIR:
         e = tl.load(experts + slot).to(tl.int32)
@@ -44,7 +42,7 @@ def num_rows_of_slot(
     experts, tile_count, slot, e, P, SLOT: tl.constexpr, BLOCK_P: tl.constexpr
 ):  # fmt: skip
     """How many pairs the slot has."""
-    if SLOT == SLOT_TILE or SLOT == SLOT_LISTED:  # noqa: SIM109 - Triton has no `in`
+    if SLOT == SLOT_TILE:
         count = tl.load(tile_count + slot)
     else:
         p = tl.arange(0, BLOCK_P)
@@ -60,9 +58,6 @@ def pairs_of_slot(
     """Pair numbers of the slot's rows ``m`` (only those below ``count`` mean anything)."""
     if SLOT == SLOT_TILE:
         pairs = tl.load(order + tl.load(tile_first + slot) + m, mask=m < count, other=0)
-    elif SLOT == SLOT_LISTED:
-        # not masked by the count, which is being loaded too
-        pairs = tl.load(order + slot * P + m, mask=m < P, other=0)
     else:
         p = tl.arange(0, BLOCK_P)
         ids = tl.load(experts + p, mask=p < P, other=-1).to(tl.int32)
@@ -84,20 +79,6 @@ class Slots:
     tile_expert: torch.Tensor
     tile_first: torch.Tensor
     tile_count: torch.Tensor
-
-
-def listed_slots(slots: Slots, num_pairs: int) -> Slots:
-    """Room for a kernel that works on ``slots`` to store what it finds, for the next one."""
-    like = {"dtype": torch.int32, "device": slots.order.device}
-    return Slots(
-        kind=SLOT_LISTED.value,
-        count=slots.count,
-        block_p=16,
-        order=torch.empty(slots.count * num_pairs, **like),
-        tile_expert=torch.empty(slots.count, **like),
-        tile_first=slots.tile_first,
-        tile_count=torch.empty(slots.count, **like),
-    )
 
 
 def make_slots(expert_TK: torch.Tensor, num_experts: int, block_t: int) -> Slots:

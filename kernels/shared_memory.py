@@ -78,7 +78,7 @@ def estimated_shared_bytes(
     op: str, config: Config, element_bytes: int, head_size: int, num_experts: int
 ) -> int:
     """``estimate`` for a configuration as the cache holds it."""
-    if config.get("vector") or config.get("rows") or config.get("scheme") in (0, 3, 4, 5, 6):
+    if config.get("vector") or config.get("rows") or config.get("scheme") in (0, 3, 4):
         return _PLAIN_BYTES
     blocks = {
         "BLOCK_T": config.get("block_t", 16),

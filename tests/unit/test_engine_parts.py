@@ -216,13 +216,15 @@ def test_random_weights_depend_on_name_and_seed_only() -> None:
 @pytest.mark.parametrize(
     ("alone", "router", "rows", "joined", "early"),
     [
-        pytest.param(True, None, 1, False, {"linear_add"}, id="one-row-apart-and-early"),
-        pytest.param(True, None, 4, True, set(), id="four-rows-joined"),
+        pytest.param(
+            True, None, 1, False, {"linear_add", "moe_down"}, id="one-row-apart-and-early"
+        ),
+        pytest.param(True, None, 4, True, {"moe_down"}, id="four-rows-joined"),
         pytest.param(True, None, 16, True, set(), id="sixteen-joined"),
         pytest.param(True, None, 64, False, set(), id="many-rows-plain"),
-        pytest.param(True, "joined", 1, True, {"linear_add"}, id="joined-by-variable"),
+        pytest.param(True, "joined", 1, True, {"linear_add", "moe_down"}, id="joined-by-variable"),
         pytest.param(True, "joined", 17, False, set(), id="more-than-it-serves"),
-        pytest.param(True, "split", 4, False, set(), id="split-by-variable"),
+        pytest.param(True, "split", 4, False, {"moe_down"}, id="split-by-variable"),
         pytest.param(False, "joined", 4, False, set(), id="ranks-sum-in-between"),
     ],
 )
@@ -241,7 +243,7 @@ def test_kernels_are_launched_as_measured_unless_told_otherwise(
     assert policies.joins_router(rows) is joined
     meta = torch.device("meta")
     with policies.launching(rows):
-        ops = ("linear_add", "linear_route", "norm_linear")
+        ops = ("linear_add", "linear_route", "norm_linear", "moe_down")
         assert {op for op in ops if pdl_for(meta, op)} == early
     assert not pdl_for(meta, "linear_add")
 

@@ -19,8 +19,9 @@ from model.spec import Knobs, Workload
 
 Prompts = Sequence[tuple[int, ...]]
 
-#: prompts on which the baseline's own noise is estimated
-NOISE_PROMPTS = 4
+#: prompts on which the baseline's own noise is estimated by running it again with margins, and
+#: tokens of each: such runs are slow, cycle by cycle with the host in between
+NOISE_PROMPTS, NOISE_LENGTH = 4, 64
 
 
 class Plain(Protocol):
@@ -58,7 +59,7 @@ class Baselines:
             return
         reference = plain(prompts, workload.concurrency, True)
         few = prompts[:NOISE_PROMPTS]
-        again = plain(few, workload.concurrency, True)
+        again = plain(few, workload.concurrency, True, NOISE_LENGTH)
         # as repeats are measured: without margins another path, which rounds in its own way
         plainly = plain(prompts, workload.concurrency, False)
         noise = self_noise(reference, (again, _other_batch(few, workload, plain), plainly))
@@ -116,7 +117,7 @@ def _forced(prompts: Prompts, places: Sequence[Place], plain: Plain) -> list[For
 def _other_batch(few: Prompts, workload: Workload, plain: Plain) -> Reference:
     """The same prompts in another batch size: alone, or each beside itself at a level of one."""
     if workload.concurrency > 1:
-        return plain(few, 1, True)
-    doubled = plain([prompt for prompt in few for _ in range(2)], 2, True)
+        return plain(few, 1, True, NOISE_LENGTH)
+    doubled = plain([prompt for prompt in few for _ in range(2)], 2, True, NOISE_LENGTH)
     margins = None if doubled.margins is None else doubled.margins[::2]
     return Reference(doubled.tokens[::2], margins)

@@ -107,16 +107,16 @@ def self_noise(reference: Reference, again: Sequence[Reference]) -> SelfNoise | 
     """Noise of the baseline from runs of the same prompts; None without margins or runs.
 
     Margins are compared up to the first divergence, where both runs saw the same text. Each
-    ``again`` may hold fewer prompts than ``reference``; of one without margins divergences count,
-    and what they say at least: the baseline's margin was overcome.
+    ``again`` may hold fewer prompts and fewer tokens of each than ``reference``; of one without
+    margins divergences count, and what they say at least: the baseline's margin was overcome.
     """
     if reference.margins is None or not again:
         return None
     largest, divergences, tokens = 0.0, 0, 0
     for run in again:
         for index, (mine, theirs) in enumerate(zip(run.tokens, reference.tokens, strict=False)):
-            split = first_divergence(mine, theirs)
-            same = min(len(mine), len(theirs)) if split is None else split
+            split = first_divergence(mine, theirs[: len(mine)])
+            same = len(mine) if split is None else split
             tokens += same
             base = reference.margins[index]
             # the unknown margins of a run are taken as equal, and as 0 where it diverges

@@ -106,6 +106,16 @@ def test_a_run_without_margins_says_that_the_margin_was_overcome_where_it_diverg
     assert self_noise(Reference(BASE.tokens, None), [BASE]) is None
 
 
+def test_a_run_of_fewer_tokens_is_compared_as_far_as_it_goes() -> None:
+    noise = self_noise(BASE, [Reference(((1, 2),), ((2.0, 0.03),))])
+    assert noise is not None
+    assert (noise.num_divergences, noise.num_tokens) == (0, 2)
+    # one that goes on where the baseline ended is another
+    longer = self_noise(BASE, [Reference(((1, 2, 3, 4, 5),), None)])
+    assert longer is not None
+    assert (longer.num_divergences, longer.num_tokens) == (1, 4)
+
+
 def test_a_broken_baseline_does_not_excuse_what_differs_from_it() -> None:
     noise = self_noise(BASE, [Reference(((1, 2, 3, 4), (5, 6, 7, 0)), None)])
     assert noise is not None
@@ -276,6 +286,8 @@ def test_in_16_bit_the_baseline_is_run_again_and_with_another_batch_size() -> No
             # forced: the second token after (prompt, first token), as decoding takes it
             assert all(len(p) == 2 for p in prompts)
             return Reference(tuple((1,) for _ in prompts), tuple((0.5,) for _ in prompts))
+        # running it again needs no more than a part of each output
+        assert max_tokens in ((64,) if len(asked) % 4 in (1, 3) else (None,))
         asked.append((len(prompts), batch, margins))
         tokens = tuple((int(p[0]), 1) for p in prompts)
         return Reference(tokens, tuple((1.0 + 0.01 * batch, 0.5) for _ in tokens))

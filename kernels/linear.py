@@ -69,6 +69,13 @@ def default_config(
         block_k = min(pow2(num_inputs), 8192 // element_bytes)
         block_o = max(1, min(8, 32768 // (block_k * element_bytes)))
         return {"vector": 1, "block_o": block_o, "block_k": block_k, "num_warps": 4}
+    block_k = min(pow2(num_inputs, 16), 256 // element_bytes)
+    side_by_side = not has_norm and num_tokens <= 8 and num_inputs >= 8 * block_k
+    if side_by_side and 100 <= cdiv(num_outputs, 16) <= 256:
+        config = {"vector": 0, "block_t": 8, "ways": 4, "block_o": 16, "block_k": block_k,
+                  "split_k": 1, "stages": 4, "swap": 0, "norm_first": 0,
+                  "num_warps": 4}  # fmt: skip
+        return fitted("linear_add", config, element_bytes)
     block_o = 64 if num_tokens <= 32 else 32
     few = num_tokens <= 16
     # the norm within the loop, except where so many programs would do it again and again
@@ -104,7 +111,9 @@ _TILES = (
 
 
 #: block_o, block_k, ahead, num_warps of the kernel for few tokens
-_TOKEN_TILES = ((8, 256, 2, 1), (8, 512, 1, 2), (8, 1024, 1, 4), (4, 512, 2, 2))
+_TOKEN_TILES = ((8, 512, 1, 2), (8, 1024, 1, 4), (4, 1024, 2, 4))
+#: ways, block_o, block_k, stages
+_WAYS = ((4, 16, 128, 4), (4, 16, 256, 3), (2, 16, 256, 4), (4, 32, 128, 3))
 
 
 def candidates(num_tokens: int, num_outputs: int, num_inputs: int) -> list[Config]:
@@ -128,6 +137,14 @@ def candidates(num_tokens: int, num_outputs: int, num_inputs: int) -> list[Confi
     if num_tokens == 1:
         return found
     block_t = min(64, pow2(num_tokens, 16))
+    if num_tokens <= 16 and num_outputs <= 8192:
+        found += [
+            {"vector": 0, "block_t": 8 if num_tokens <= 8 else 16, "ways": ways,
+             "block_o": block_o, "block_k": block_k, "split_k": 1, "stages": stages, "swap": 0,
+             "norm_first": 0, "num_warps": ways}
+            for ways, block_o, block_k, stages in _WAYS
+            if ways * block_k <= whole
+        ]  # fmt: skip
     for block_o, block_k, split, stages, num_warps, swap in _TILES:
         programs = cdiv(num_outputs, block_o) * split
         if block_k * split > pow2(num_inputs, 16) or not 100 <= programs <= 10000:

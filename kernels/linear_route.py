@@ -70,7 +70,13 @@ def default_config(
         block_o = max(4, pow2(cdiv(num_outputs, 128)) if num_outputs >= 512 else 4)
         return {"vector": 1, "block_o": min(block_o, 32), "block_k": block_k, "num_warps": 8}
     block_k = min(pow2(num_inputs, 16), 256 // bytes_each)
-    block_o = 64 if num_experts <= 128 else 32
+    block_t = 8 if num_tokens <= 8 else 16
+    if num_experts <= 128 and cdiv(num_outputs, 16) <= 128 and num_inputs >= 8 * block_k:
+        # as many blocks as the last program adds up shares of
+        config = {"vector": 0, "block_t": block_t, "ways": 4, "block_o": 16, "block_k": block_k,
+                  "split_k": 1, "stages": 4, "swap": 0, "num_warps": 4}  # fmt: skip
+        return fitted(OP, config, bytes_each, num_experts=num_experts)
+    block_o = 64 if num_experts <= 128 or num_outputs > 4096 else 32
     split = 1
     while (
         split < 4
@@ -78,7 +84,6 @@ def default_config(
         and num_inputs // (2 * split) >= 2 * block_k
     ):
         split *= 2
-    block_t = 8 if num_tokens <= 8 else 16
     config = {"vector": 0, "block_t": block_t, "block_o": block_o, "block_k": block_k,
               "split_k": split, "stages": 4, "swap": int(block_o == 64 or block_t < 16),
               "num_warps": 4}  # fmt: skip
@@ -104,7 +109,14 @@ def candidates(num_tokens: int, num_outputs: int, num_inputs: int) -> list[Confi
             )
             if block_k <= pow2(num_inputs)
         ]  # fmt: skip
-    return [
+    block_t = 8 if num_tokens <= 8 else 16
+    found: list[Config] = [
+        {"vector": 0, "block_t": block_t, "ways": ways, "block_o": 16, "block_k": block_k,
+         "split_k": 1, "stages": stages, "swap": 0, "num_warps": ways}
+        for ways, block_k, stages in ((4, 128, 4), (4, 256, 3), (2, 256, 4), (8, 128, 4))
+        if ways * block_k <= pow2(num_inputs, 16) and num_outputs <= 4096
+    ]  # fmt: skip
+    return found + [
         {"vector": 0, "block_o": block_o, "block_k": block_k, "split_k": split, "stages": stages,
          "swap": swap, "num_warps": num_warps}
         for block_o, block_k, split, stages, num_warps, swap in _TILES

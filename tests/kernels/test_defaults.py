@@ -1,6 +1,6 @@
 """What untuned shapes run with: it fits every GPU, reaches every input once and fills the GPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -34,8 +34,9 @@ def _matrices() -> Iterator[tuple[int, int, int, bool]]:
                 yield tokens, outputs, inputs, has_norm
 
 
-def _parts_begin_inside(inputs: int, split: int, block_k: int) -> bool:
+def _parts_begin_inside(inputs: int, config: Mapping[str, int]) -> bool:
     """Whether the last of the parts that a kernel makes of its inputs has any (``PART``)."""
+    split, block_k = config.get("split_k", 1) * config.get("ways", 1), config["block_k"]
     part = cdiv(inputs, split * block_k) * block_k
     return (split - 1) * part < inputs <= split * part
 
@@ -48,7 +49,7 @@ def test_linear_layers_fit_every_gpu_and_reach_every_input_once(element_bytes: i
         assert estimated_shared_bytes("norm_linear", config, element_bytes, 128, 128) <= SMALLEST, (
             label
         )
-        assert _parts_begin_inside(inputs, config.get("split_k", 1), config["block_k"]), label
+        assert _parts_begin_inside(inputs, config), label
         if config["vector"]:
             assert tokens <= linear.MAX_VECTOR_TOKENS, label
 
@@ -85,7 +86,7 @@ def test_the_joined_projection_fits_every_gpu_and_reaches_every_input_once(
             label = (tokens, outputs, inputs, experts, dict(config))
             needed = estimated_shared_bytes("linear_route", config, element_bytes, 128, experts)
             assert needed <= SMALLEST, label
-            assert _parts_begin_inside(inputs, config.get("split_k", 1), config["block_k"]), label
+            assert _parts_begin_inside(inputs, config), label
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)

@@ -147,7 +147,7 @@ def searched(loaded: LoadedStudy, seed: int, truth: Truth) -> tuple[list[float],
 
 def accuracy(model: StudyModel, truth: Truth) -> dict[str, float]:
     """Predicted against recorded tokens/s over all knobs and levels."""
-    errors, ranks = [], []
+    errors, ranks, near = [], [], []
     chosen = sorted(truth.knobs)
     knobs = [truth.knobs[each] for each in chosen]
     inside = 0
@@ -155,11 +155,14 @@ def accuracy(model: StudyModel, truth: Truth) -> dict[str, float]:
         low, median, high = model.predictor.predict_many(knobs, workload).tokens_per_s_quantiles
         real = np.array([truth.speeds[each][level] for each in chosen])
         errors += list(np.abs(median / real - 1.0))
+        near += list(np.abs(median / real - 1.0)[real >= _CONTENDERS * real.max()])
         inside += int(np.sum((low <= real) & (real <= high)))
         ranks.append(float(spearmanr(median, real).statistic))
     return {
         "median_error": float(np.median(errors)),
         "p90_error": float(np.quantile(errors, 0.9)),
+        #: of what anybody might choose
+        "contenders_error": float(np.median(near)),
         "coverage90": inside / len(errors),
         "rank_correlation": min(ranks),
     }

@@ -81,7 +81,7 @@ def stage_warm_tp2(emit: Emit) -> None:
 
 
 #: seconds for ``compile_all``; what does not fit is left out and said
-COMPILE_BUDGET_S = 75
+COMPILE_BUDGET_S = 45
 
 
 def stage_compile_all(emit: Emit) -> None:

@@ -13,7 +13,6 @@ from autotune.backends.base import Backend, BackendContext
 from autotune.backends.registry import create_backend
 from autotune.budget import BudgetKeeper
 from autotune.claims import Claims
-from autotune.errors import AutotuneError, UserError
 from autotune.history import History
 from autotune.ledger import Ledger
 from autotune.measuring import Bench, StopRequestedError
@@ -22,6 +21,7 @@ from autotune.outcome import Outcome, conclude, goal_of, leaders, winners
 from autotune.plan import Plan
 from autotune.progress import Progress
 from autotune.records import Failure, Measurement
+from autotune.refusal import without_baseline
 from autotune.search import Forecast, Proposal, Search
 from autotune.starts import Starts
 from autotune.statistics import noise_floor
@@ -122,6 +122,7 @@ class StudyRun:
             ended = self._explore(backend)
             self.model.learn(self.store, self.view.id, every=True)
             self._finals()
+            self._wait_for_finals()
         except StopRequestedError as stop:
             return f"stopped: {stop}"
         return ended
@@ -147,7 +148,7 @@ class StudyRun:
         if failure is not None:
             for trial in (base, again):
                 self._finish(trial, failure)
-            self._refuse(failure)
+            raise without_baseline(failure)
         self._store_floors(base, again)
         self._show_floors()
         self.model.learn(self.store, self.view.id)
@@ -347,23 +348,28 @@ class StudyRun:
                 return
             time.sleep(_POLL_S)
 
-    def _refuse(self, failure: Failure) -> None:
-        """Without a baseline nothing can be compared: the study ends."""
-        text = f"the baseline can't be measured: {failure.kind} at {failure.stage}: "
-        kind = UserError if failure.kind == "invalid" else AutotuneError
-        raise kind(text + failure.message + _way_out(failure))
-
-
-def _way_out(failure: Failure) -> str:
-    """What a user can do about a failed baseline, and the last words of its log."""
-    ways = {
-        "oom": "; lower workload.concurrency, input_len or output_len, or spread over more ranks",
-        "hang": "; backend.args.timeout_s is how long a silent worker is waited for",
-    }
-    lines = [" ".join(line.split()) for line in failure.log_tail.splitlines() if line.strip()]
-    last = lines[-1] if lines else ""
-    told = not last or last[:60] in failure.message or failure.message[-60:] in last
-    return ways.get(failure.kind, "") + ("" if told else f"; its log ends: {last[-200:]}")
+    def _wait_for_finals(self) -> None:
+        """Another worker compares the best with the baseline: without it there is no verdict."""
+        told = False
+        while True:
+            self.flag.check()
+            others = [
+                trial
+                for trial in self.store.trials(self.view.id)
+                if trial.role == "final"
+                and trial.state == "running"
+                and trial.worker_id != self.worker_id
+            ]
+            if not others:
+                return
+            if any(self.claims.is_orphan(trial) for trial in others):
+                # its claims are ours now, as far as the budget goes
+                self._finals()
+                return
+            if not told:
+                self.progress.note("another worker compares the best in turns; waiting for it")
+                told = True
+            time.sleep(_POLL_S)
 
 
 class _Forecaster:

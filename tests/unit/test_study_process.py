@@ -173,9 +173,11 @@ def test_two_workers_share_one_study_without_doing_anything_twice(folder: Folder
     folder.wait_for(lambda history: len(history.trials) >= 1)
     second = folder.spawn("resume", "sim")
     for process in (first, second):
-        code, _, err = folder.finish(process)
+        code, out, err = folder.finish(process)
         assert code == 0, err
         assert "Traceback" not in err
+        # whoever ends first waits for the other's comparison
+        assert "not compared with it in turns" not in out + err
     history = folder.history()
     check_whole(history)
     # each of the two may have taken its last trial when one was left

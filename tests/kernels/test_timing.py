@@ -9,7 +9,7 @@ import torch
 
 from kernels import timing
 from kernels.basic_cases import basic_cases
-from kernels.catalog import ODD, Case, layer_cases
+from kernels.catalog import ODD, QWEN3_30B_A3B, Case, layer_cases, shard
 from kernels.opset import OpSet, opset
 from kernels.timing import relative_error, rotated_inputs
 
@@ -54,3 +54,28 @@ def test_rotated_inputs_do_not_share_what_is_rotated(device: torch.device) -> No
     assert len({i["w"].data_ptr() for i in inputs}) == len(inputs) > 1
     assert len({i["x"].data_ptr() for i in inputs}) == 1
     assert all(torch.equal(i["w"], inputs[0]["w"]) for i in inputs)
+
+
+def test_rotated_experts_touch_more_than_any_cache_holds(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(case for case in CASES if case.name == "norm_moe_add")
+    first = case.make(device, torch.float32)
+    monkeypatch.setattr(timing, "ROTATION_BYTES", 20 * case.min_bytes(first))
+    inputs = rotated_inputs(case, device, torch.float32)
+    touched = [
+        (i["gate_up"].data_ptr(), expert)
+        for i in inputs
+        for expert in i["expert"].unique().tolist()
+    ]
+    each = case.min_bytes(first) / first["expert"].unique().numel()
+    assert len(touched) * each >= 0.7 * timing.ROTATION_BYTES
+    assert len({i["expert"].data_ptr() for i in inputs}) == len(inputs)
+
+
+def test_shards_divide_and_say_when_they_cannot() -> None:
+    half = shard(QWEN3_30B_A3B, 2)
+    assert (half.heads, half.kv_heads, half.inter, half.hidden) == (16, 2, 384, 2048)
+    assert shard(QWEN3_30B_A3B, 8).kv_heads == 1
+    with pytest.raises(ValueError, match="qwen3-30b-a3b cannot be split 3 ways: 32 heads, 768"):
+        shard(QWEN3_30B_A3B, 3)

@@ -52,7 +52,7 @@ def _call(op: str, size: dict[str, int]) -> None:
         TRITON.linear_route(x, w, _tensor(tokens, size["O"]), _tensor(size["O"]), 1e-6, router, 8)
 
 
-@pytest.mark.parametrize(("gpu", "op", "key", "config"), _rows(), ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("gpu", "op", "key", "config"), list(_rows()), ids=lambda v: str(v)[:40])
 def test_a_shipped_configuration_runs_at_every_size_that_takes_it(
     gpu: str, op: str, key: str, config: dict[str, int]
 ) -> None:

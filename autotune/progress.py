@@ -60,7 +60,8 @@ class Progress:
         # before the first trial only the budget is known
         about = "about" if num_done else "at most"
         self._left = "" if estimate is None else f", {about} {duration(estimate)} left"
-        self._doing = f"trial {num_done + 1}/{self._num_trials}"
+        # the number by which `explain`, `compare` and the report know it, then how far it is
+        self._doing = f"trial {trial.number} ({num_done + 1} of {self._num_trials})"
         self.note(
             f"{self._doing}: {trial.knobs.label()} ({trial.origin}); predicted "
             f"{self._speeds(self._predicted)}, best so far {self._speeds(self._best)}{self._left}"

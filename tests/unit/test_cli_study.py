@@ -48,7 +48,7 @@ def test_json_is_one_object_on_stdout_and_progress_is_on_stderr(done: Path) -> N
     assert level["concurrency"] == 1
     assert level["baseline"]["median"] > 0
     progress = (done / "start.err").read_text()
-    for part in ("noise floor at c=1", "trial 1/3", "predicted", "best so far"):
+    for part in ("noise floor at c=1", "trial 2 (1 of 3)", "predicted", "best so far"):
         assert part in progress
 
 

@@ -32,10 +32,11 @@ EPSILON_CEILING = 1.0
 OUTLIER_PROMPTS, OUTLIER_FACTOR = 8, 4.0
 #: places of one check at which plain decoding is forced, and those of a prompt past its divergence
 MOST_FORCED, LATER_PLACES = 24, 2
-#: places at which the baseline's own text is forced, once a workload: a change of an expert is rare
-#: and moves a margin far, so that few places would miss it. Where prompts are long, fewer: so many
-#: tokens in all
+#: places at which the baseline's own text is forced, once a workload: the smallest margins, since
+#: divergences are there. Where prompts are long, fewer: so many tokens in all
 NOISE_PLACES, NOISE_TOKENS = 64, 65_536
+#: nats; where the baseline's lead is larger, how far it moves says little of where tokens change
+CLOSE = 2.0
 #: chance that a faithful configuration exceeds its bound of near-ties
 FALSE_ALARM = 1e-3
 
@@ -106,7 +107,8 @@ def first_divergence(left: Sequence[int], right: Sequence[int]) -> int | None:
 def self_noise(reference: Reference, again: Sequence[Reference]) -> SelfNoise | None:
     """Noise of the baseline from runs of the same prompts; None without margins or runs.
 
-    Margins are compared up to the first divergence, where both runs saw the same text. Each
+    Margins are compared up to the first divergence, where both runs saw the same text, and below
+    ``CLOSE``. Each
     ``again`` may hold fewer prompts and fewer tokens of each than ``reference``; of one without
     margins divergences count, and what they say at least: the baseline's margin was overcome.
     """
@@ -122,9 +124,8 @@ def self_noise(reference: Reference, again: Sequence[Reference]) -> SelfNoise | 
             # the unknown margins of a run are taken as equal, and as 0 where it diverges
             own = (*base[:same], 0.0) if run.margins is None else run.margins[index]
             # at the split the sign of the margin flips: both margins count in full
-            largest = max(
-                [largest, *(abs(a - b) for a, b in zip(own[:same], base[:same], strict=True))]
-            )
+            moved = zip(own[:same], base[:same], strict=True)
+            largest = max([largest, *(abs(a - b) for a, b in moved if b < CLOSE)])
             if split is not None:
                 divergences += 1
                 if split < min(len(own), len(base)):
@@ -137,35 +138,40 @@ def _epsilon(largest: float) -> float:
 
 
 def probe_places(reference: Reference, prompt_len: int = 1) -> list[Place]:
-    """Places to force for noise, spread evenly over the prompts (of ``prompt_len`` tokens)."""
+    """Places to force for noise: the smallest margins, after prompts of ``prompt_len`` tokens."""
+    assert reference.margins is not None
     wanted = min(NOISE_PLACES, max(NOISE_TOKENS // prompt_len, MOST_FORCED))
-    chosen = reference.tokens[:wanted]
-    found: list[Place] = []
-    for index, tokens in enumerate(chosen):
-        # the first token is a prompt's own in any case
-        later = len(tokens) - 1
-        each = min(max(wanted // len(chosen), 1), later)
-        found += [(index, tokens[: 1 + later * number // each]) for number in range(each)]
-    return found
+    # the first token is a prompt's own in any case
+    later = [
+        (margin, index, at)
+        for index, margins in enumerate(reference.margins)
+        for at, margin in enumerate(margins)
+        if at > 0
+    ]
+    chosen = sorted((index, at) for _, index, at in sorted(later)[:wanted])
+    return [(index, reference.tokens[index][:at]) for index, at in chosen]
 
 
 def with_forced(
     noise: SelfNoise, reference: Reference, places: Sequence[Place], forced: Sequence[Forced]
 ) -> SelfNoise:
-    """``noise`` widened by what the baseline shows where its own text is forced."""
+    """``noise`` widened by what the baseline shows where its own text is forced (``probe_places``).
+
+    Elsewhere, where margins are larger, nothing is taken to change.
+    """
     assert reference.margins is not None
     largest, flips = 0.0, 0
     for (index, text), found in zip(places, forced, strict=True):
         mine = reference.margins[index][len(text)]
         if found.token == reference.tokens[index][len(text)]:
-            largest = max(largest, abs(found.margin - mine))
+            largest = max(largest, abs(found.margin - mine) if mine < CLOSE else 0.0)
         else:
             flips += 1
             largest = max(largest, found.margin + mine)
     return SelfNoise(
         max(noise.epsilon, min(EPSILON_SAFETY * largest, EPSILON_CEILING)),
         noise.num_divergences + flips,
-        noise.num_tokens + len(places),
+        noise.num_tokens + sum(len(tokens) - 1 for tokens in reference.tokens),
     )
 
 

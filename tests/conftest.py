@@ -1,22 +1,37 @@
 """What all tests share: Triton's interpreter, Ctrl-C, and no ``gpu`` case without a GPU."""
 
+import argparse
 import os
 import signal
+import sys
 
 import pytest
 
 
+def _wants_gpu(expression: str | None) -> bool:
+    return "gpu" in (expression or "").replace("not gpu", "")
+
+
 def gpu_asked(config: pytest.Config) -> bool:
     """Whether the run was asked for its ``gpu`` tests."""
-    expression = config.getoption("-m") or ""
-    return "gpu" in expression.replace("not gpu", "")
+    return _wants_gpu(config.getoption("-m"))
+
+
+def _asked_on_the_command_line() -> bool:
+    """The same before pytest has read its options."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-m", default="")
+    return _wants_gpu(parser.parse_known_args(sys.argv[1:])[0].m)
+
+
+# Triton reads it once, when kernels are imported: a folder's conftest may do so before pytest is
+# configured. Workers of xdist have it from their parent.
+if not _asked_on_the_command_line():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the interpreter unless GPU tests are asked for; let Ctrl-C be heard.
-
-    Here, not beside the kernels' tests: a test of another folder may import kernels first.
-    """
+    """Choose the interpreter unless GPU tests are asked for; let Ctrl-C be heard."""
     if not gpu_asked(config):
         os.environ["TRITON_INTERPRET"] = "1"
     # a shell's background job (make test &, nohup) ignores Ctrl-C, and so would all programs that

@@ -17,7 +17,7 @@ VLLM = (
     '\'{"method":"eagle3","num_speculative_tokens":2,"model":"/m/d"}\''
 )
 ENGINE = "parallel.tp=8 speculation.steps=2 speculation.topk=1"
-JSON_OFF = " --cuda-graph-config '{\"decode\":{\"backend\":\"disabled\"}}'"
+JSON_OFF = ' --cuda-graph-config \'{"decode":{"backend":"disabled"}}\''
 CPU = "--tp 2 --device cpu"
 
 

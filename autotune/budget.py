@@ -40,8 +40,27 @@ class BudgetKeeper:
         if history.num_finished:
             kept_s = self.final_s(history, final_starts) + self.trial_s(history)
         if left is not None and left <= kept_s:
-            return f"budget: wall time of {budget.wall_time_s:.0f} s is used up"
+            return self.time_used_up()
         return None
+
+    def time_used_up(self) -> str:
+        """Why a study ends for want of wall time."""
+        return f"budget: wall time of {self._study.budget.wall_time_s:.0f} s is used up"
+
+    def time_to_start(self, history: History, final_starts: int) -> bool:
+        """Whether a trial with a start leaves the final comparison its time.
+
+        ``final_starts``: server starts that the comparison would need with that trial's knobs.
+        """
+        left_s = self.time_left_s()
+        if left_s is None or not history.num_finished:
+            return True
+        needed_s = self.final_s(history, final_starts) + self.trial_s(history)
+        return left_s > needed_s + self._start_s
+
+    @property
+    def _start_s(self) -> float:
+        return (self.bench.start_s() if self.bench is not None else None) or 0.0
 
     def time_left_s(self) -> float | None:
         """Seconds of the wall time that are left; None when it is unlimited."""
@@ -62,8 +81,7 @@ class BudgetKeeper:
         self, history: History, num_pairs: int, levels: Sequence[int], starts: int = 0
     ) -> float:
         """Seconds of ``num_pairs`` pairs at ``levels`` with that many server starts."""
-        start_s = (self.bench.start_s() if self.bench is not None else None) or 0.0
-        return 2 * num_pairs * self._round_s(history, levels) + starts * start_s
+        return 2 * num_pairs * self._round_s(history, levels) + starts * self._start_s
 
     @property
     def _levels(self) -> tuple[int, ...]:

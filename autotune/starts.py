@@ -23,12 +23,18 @@ class Starts:
     budget: BudgetKeeper
 
     def may_open(self, history: History) -> bool:
-        """Whether a start is left beyond those that the final comparison needs."""
+        """Whether a start is left beyond those that the final comparison needs, and its time."""
+        if not self.in_time(history):
+            return False
         limit = self.study.budget.server_starts or 0
         needed = self.final(history)
         # finals of several winners may take half of all starts, the search has the rest
         kept = max(_APART_STARTS, min(needed, limit // 2)) if needed else 1
         return self.budget.starts_left() > kept
+
+    def in_time(self, history: History) -> bool:
+        """Whether the wall time has room for a start: what it measures may win, apart."""
+        return self.budget.time_to_start(history, max(self.final(history), _APART_STARTS))
 
     def final(self, history: History) -> int:
         """Starts that comparing the winners so far with the baseline would take."""

@@ -190,6 +190,8 @@ class StudyRun:
                 may_open=self.starts.may_open(history),
                 cost_ratio=self._cost_ratio(),
             )
+            if proposal is None and not self.starts.in_time(history):
+                return self.budget.time_used_up()
             if proposal is None:
                 return search.exhausted()
             trial = self._claim_proposal(proposal, history)

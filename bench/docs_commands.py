@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from autotune.cli.main import main as autotune
@@ -84,10 +85,21 @@ def differences(block: Block, lines: Sequence[str]) -> list[str]:
     for part in block.parts:
         place = _find(part, tokens, start)
         if place is None:
-            found.append(f"$ {block.command}\n  no longer printed: {part[0].strip()[:90]} …")
+            printed = "".join(f"\n  printed: {line}" for line in _closest(part, lines))
+            found.append(
+                f"$ {block.command}\n  no longer printed: {part[0].strip()[:90]} …{printed}"
+            )
         else:
             start = place[1]
     return found
+
+
+def _closest(part: Sequence[str], lines: Sequence[str]) -> list[str]:
+    """What stands in the output instead of those lines of ``part`` that are not there."""
+    there = {line.strip() for line in lines}
+    missing = [line.strip() for line in part if line.strip() not in there]
+    found = [match for line in missing for match in get_close_matches(line, there, 1, 0.4)]
+    return list(dict.fromkeys(found))
 
 
 def renewed(block: Block, lines: Sequence[str]) -> list[str]:

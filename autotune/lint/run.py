@@ -10,7 +10,7 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.lint.arrival import server_environment
 from autotune.lint.command import ENGINES, Command, parse_command, parse_env
-from autotune.lint.findings import RULES, SEVERITIES, Finding
+from autotune.lint.findings import RULES, SEVERITIES, Finding, Rule
 from autotune.lint.log_facts import LogFacts, read_log
 from autotune.lint.log_signatures import SIGNATURES
 from autotune.lint.pasted import read_pasted
@@ -44,17 +44,20 @@ class Request:
     baseline_tokens_per_s: float | None = None
 
 
-def load_rules() -> None:
-    """Import every rule module; rules register themselves."""
-    for name in _RULE_MODULES:
-        importlib.import_module(f"autotune.lint.{name}")
+def load_rules() -> list[Rule]:
+    """Import every rule module, whose rules register themselves; all rules in the modules' order.
+
+    Not in that of registering: who imported a rule module before must not change what is shown.
+    """
+    names = [importlib.import_module(f"autotune.lint.{name}").__name__ for name in _RULE_MODULES]
+    return sorted(RULES.values(), key=lambda rule: names.index(rule.function.__module__))
 
 
 def lint(request: Request) -> list[Finding]:
     """All findings, worst first. Raises ``UserError`` for input that cannot be read."""
-    load_rules()
+    rules = load_rules()
     setup = make_setup(request)
-    found = [finding for rule in RULES.values() for finding in rule.findings(setup)]
+    found = [finding for rule in rules for finding in rule.findings(setup)]
     found += _messages(setup.log)
     found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return found

@@ -41,7 +41,9 @@ def json_of(words: list[str]) -> dict[str, object]:
 @pytest.mark.parametrize("block", blocks(WALL), ids=lambda b: " ".join(b.command.split()[:4])[:60])
 def test_a_shown_output_is_what_the_command_prints(block: Block) -> None:
     _, lines = run(block.command)
-    assert differences(block, lines) == []
+    found = differences(block, lines)
+    # pytest would shorten a comparison
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(

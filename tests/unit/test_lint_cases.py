@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from autotune.lint.findings import RULES
+from autotune.lint.findings import RULES, Rule
 from autotune.lint.log_signatures import SIGNATURES
 from autotune.lint.run import Request, lint, load_machine_named, load_rules
 
@@ -101,3 +101,25 @@ def test_the_documentation_names_every_rule_and_the_findings_of_every_report() -
             continue
         for finding_id in case.get("expect", ()):
             assert f"`{finding_id}`" in rows[report], case["id"]
+
+
+def test_findings_stand_in_one_order_whoever_imported_the_rules_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = Request(
+        engine="sglang",
+        args="--tp 8 --speculative-algorithm EAGLE3 --disable-cuda-graph",
+        env="NCCL_PROTO=LL NCCL_ALGO=Ring NCCL_MAX_NCHANNELS=2",
+        machine="8x-rtx-pro-6000-switches",
+        target="kimi-k2.5",
+    )
+    before = [(finding.id, finding.subject) for finding in lint(request)]
+    assert len({name for name, _ in before}) > 3
+    # modules registered backwards; rules of a module stay in their order
+    modules: dict[str, dict[str, Rule]] = {}
+    for name, rule in RULES.items():
+        modules.setdefault(rule.function.__module__, {})[name] = rule
+    backwards = {name: rule for some in reversed(modules.values()) for name, rule in some.items()}
+    monkeypatch.setattr("autotune.lint.run.RULES", backwards)
+    assert list(backwards) != list(RULES)
+    assert [(finding.id, finding.subject) for finding in lint(request)] == before

@@ -335,7 +335,7 @@ def launch_attention(
         num_words = num_partial_words(num_groups * block_r, parts, head_size)
         # more parts than the buffer holds are added up by the last one to finish
         if config.get("wait", 0) and num_words <= NUM_WORDS:
-            block_wait = min(waited, config.get("each", 0)) or rows_each(
+            block_wait = rows_each(
                 num_groups, waited, pow2(parts) * 2 * block_half, config["num_warps"], device
             )
             words = empty_words(device, num_words)

@@ -121,14 +121,12 @@ def force_ref(
 
 
 @triton.jit
-def finish_kernel(
-    best_value, best_index, state, record, embed, following, num_blocks, B, H, state_stride,
-    record_stride, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+def end_plain_row(
+    logit, chosen, state, record, embed, following, b, H, state_stride, record_stride,
+    BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64)
-    wait_for_predecessor(PDL)
-    logit, chosen = first_best(best_value, best_index, b, num_blocks, B, BLOCK)
-    chosen = chosen.to(tl.int64)
+    """Row ``b`` got the token ``chosen``, which won by ``logit``: report, state, next embedding."""
+    # infinities and NaN less themselves are NaN
     sound = (logit - logit) == 0.0
     tl.store(record + b * record_stride, tl.where(sound, chosen, -1))
     last_at = state + _LAST * state_stride + b
@@ -146,6 +144,20 @@ def finish_kernel(
     h = tl.arange(0, BLOCK_H)
     row = tl.load(embed + last * H + h, mask=h < H, other=0.0)
     tl.store(following + b * H + h, row, mask=h < H)
+
+
+@triton.jit
+def finish_kernel(
+    best_value, best_index, state, record, embed, following, num_blocks, B, H, state_stride,
+    record_stride, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    wait_for_predecessor(PDL)
+    logit, chosen = first_best(best_value, best_index, b, num_blocks, B, BLOCK)
+    chosen = chosen.to(tl.int64)
+    end_plain_row(
+        logit, chosen, state, record, embed, following, b, H, state_stride, record_stride, BLOCK_H
+    )
 
 
 @triton.jit

@@ -9,11 +9,10 @@ import triton
 import triton.language as tl
 from torch.nn.functional import embedding
 
-from kernels.cycle import LAST, LEFT, PREFIX, advance_ref
+from kernels.cycle import LAST, advance_ref, end_plain_row
 from kernels.device import wait_for_predecessor
 from kernels.launch import cdiv, launch, pdl_for, pow2, require
 
-_LAST, _PREFIX, _LEFT = tl.constexpr(LAST), tl.constexpr(PREFIX), tl.constexpr(LEFT)
 _BLOCK_N = 128
 
 
@@ -87,24 +86,9 @@ def finish_ranks_kernel(
     b = tl.program_id(0).to(tl.int64)
     wait_for_predecessor(PDL)
     logit, chosen = _first_rank(pairs, b, b < B, B, RANKS)
-    # infinities and NaN less themselves are NaN
-    sound = (logit - logit) == 0.0
-    tl.store(record + b * record_stride, tl.where(sound, chosen, -1))
-    last_at = state + _LAST * state_stride + b
-    prefix_at = state + _PREFIX * state_stride + b
-    left_at = state + _LEFT * state_stride + b
-    left = tl.load(left_at)
-    last = tl.load(last_at)
-    prefix = tl.load(prefix_at)
-    if left > 0:
-        left -= 1
-        last = chosen
-        tl.store(last_at, last)
-        tl.store(left_at, left)
-        tl.store(prefix_at, prefix + (left > 0).to(tl.int64))
-    h = tl.arange(0, BLOCK_H)
-    row = tl.load(embed + last * H + h, mask=h < H, other=0.0)
-    tl.store(following + b * H + h, row, mask=h < H)
+    end_plain_row(
+        logit, chosen, state, record, embed, following, b, H, state_stride, record_stride, BLOCK_H
+    )
 
 
 def pair_best(token_N: torch.Tensor, value_N: torch.Tensor, start: int) -> torch.Tensor:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from model.calibration import LAUNCHED, LAUNCHED_SD, Calibration
 from model.collectives import CollectiveTimes, Route
 from model.constants import as_mapping, from_scale
-from model.machine import Machine
 from model.nccl.settings import NcclSettings
 from model.observations import (
     AllreduceObservation,
@@ -21,7 +20,8 @@ from model.observations import (
 )
 from model.robust import Fit, following_map
 from model.routing import expected_experts
-from model.step import SUB_TERMS, StepModel, StepRows
+from model.step import SUB_TERMS, StepModel
+from model.step_columns import StepRows
 
 Array = NDArray[Any]
 
@@ -43,8 +43,6 @@ _SPLIT_GAIN = 6.0
 _LAUNCH_BOUND = 1.1
 #: log ratio between launch-bound rows from which both modes are tried
 _APART = 0.25
-#: spread of a probe row, relative
-_PROBE_SD = 0.05
 
 
 def calibrate(
@@ -387,25 +385,3 @@ def _source_terms(term: str, speculative: bool) -> tuple[str, ...]:
     if term in ("verify", "decode"):
         return whole
     return (f"target.{sub}",) if sub else (term,)
-
-
-def probed_rows(machine: Machine) -> list[AllreduceObservation]:
-    """The all-reduces that ``autotune probe`` measured on this machine."""
-    return [
-        AllreduceObservation(
-            backend=row.backend,
-            num_ranks=row.num_ranks,
-            size_bytes=row.size_bytes,
-            graphed=row.mode == "graph",
-            time_us=row.time_us,
-            rel_sd=_PROBE_SD,
-            environment=row.env,
-            source=f"probe of {machine.name}",
-        )
-        for row in machine.measured.allreduce
-    ]
-
-
-def with_probe(calibration: Calibration, machine: Machine) -> Calibration:
-    """The calibration updated by the all-reduces that the machine's probe measured."""
-    return calibrate(calibration, probed_rows(machine), None, CollectiveTimes(machine))

@@ -202,6 +202,6 @@ def default_calibration(machine: Machine, server: str = "generic") -> Calibratio
     if not machine.measured.allreduce:
         return calibration
     # only a probed machine needs the fit, and the fit needs this module
-    from model.calibrate import with_probe
+    from model.probed import with_probe
 
     return with_probe(calibration, machine)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from model.constants import as_mapping
 from model.predictor import Predictor
 from model.spec import Interval, Knobs, Workload
-from model.step import StepRows
+from model.step_columns import StepRows
 
 Array = NDArray[Any]
 

@@ -20,7 +20,8 @@ from model.calibration import Calibration
 from model.compute import Constants
 from model.constants import as_mapping
 from model.intervals import Z90
-from model.step import StepModel, StepRows, all_captured, expected_maximum
+from model.step import StepModel, all_captured, expected_maximum
+from model.step_columns import StepRows
 
 Array = NDArray[Any]
 

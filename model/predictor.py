@@ -27,7 +27,8 @@ from model.observations import AcceptanceCounts, AcceptLength, Observation
 from model.servers import server_of
 from model.shapes import DraftShape, ModelShape
 from model.spec import CYCLE_TERMS, DECODE_TERMS, Inert, Interval, Knobs, Prediction, Workload
-from model.step import SUB_TERMS, StepModel, StepRows
+from model.step import SUB_TERMS, StepModel
+from model.step_columns import StepRows
 from model.wave import Wave, wave
 
 Array = NDArray[Any]

@@ -12,7 +12,8 @@ from model.collectives import ASSUMED_NCCL_VERSION, CollectiveKey
 from model.constants import as_mapping
 from model.nccl.settings import NcclSettings
 from model.spec import Interval, Knobs, Workload
-from model.step import PhaseParts, StepModel, StepRows, draft_kernels, launch_us
+from model.step import PhaseParts, StepModel, draft_kernels, launch_us
+from model.step_columns import StepRows
 from model.step_sim import CollectiveCache, CycleResult, HostModel, Op, Phase, simulate_cycle
 
 #: a draft whose collectives cost less than this share of a split one's is not split

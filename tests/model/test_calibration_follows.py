@@ -22,7 +22,7 @@ from model.observations import TermObservation
 from model.predictor import Predictor
 from model.shapes import DraftShape, ModelShape
 from model.spec import Knobs, Scalar, Workload
-from model.step import StepRows
+from model.step_columns import StepRows
 
 ROOT = Path(__file__).parents[2]
 LOAD = Workload(

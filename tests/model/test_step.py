@@ -11,7 +11,8 @@ from bench.model_accuracy.story import CHAIN, GRAPHS, predictor, published, stor
 from model.constants import as_mapping
 from model.predictor import Predictor
 from model.spec import Knobs
-from model.step import StepRows, expected_maximum
+from model.step import expected_maximum
+from model.step_columns import StepRows
 from model.step_program import host_model, phases_of, simulate_knobs, simulated_collectives
 from model.step_rows import read_step_rows
 from model.step_sim import CollectiveCache, HostModel, Op, Phase, simulate_cycle

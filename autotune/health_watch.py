@@ -1,10 +1,13 @@
 """Health of the devices while something runs: what a hang looked like before its end.
 
 A hang in a peer wait shows as full utilisation at idle power, and only as long as the kernels wait:
-once the workers are killed the GPUs idle. A thread reads now and then; the last reading is kept.
+once the workers are killed the GPUs idle. A thread reads now and then; what counts is the newest
+reading that was complete when the hang was noticed, not one of devices whose workers just ended.
 """
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -16,6 +19,8 @@ from autotune.records import Failure, Health
 _PER_TIMEOUT = 3
 #: no oftener: reading costs a process (nvidia-smi)
 _LEAST_S, _MOST_S = 0.5, 20.0
+#: readings kept: as many may be taken while workers are being ended
+_KEPT = 64
 
 
 class HealthWatch:
@@ -25,8 +30,8 @@ class HealthWatch:
         self._take = take
         self._period_s = min(max(timeout_s / _PER_TIMEOUT, min(_LEAST_S, timeout_s / 2)), _MOST_S)
         self._ended = threading.Event()
-        #: the newest reading; empty before the first
-        self.last: tuple[Health, ...] = ()
+        #: (when it was complete on time.monotonic's clock, reading), oldest first
+        self._readings: deque[tuple[float, tuple[Health, ...]]] = deque(maxlen=_KEPT)
 
     def __enter__(self) -> Self:
         self._ended = threading.Event()
@@ -48,7 +53,12 @@ class HealthWatch:
         while not ended.wait(self._period_s):
             readings = self._take()
             if not ended.is_set():
-                self.last = readings
+                self._readings.append((time.monotonic(), readings))
+
+    def before(self, noticed_s: float) -> tuple[Health, ...]:
+        """The newest reading complete by ``noticed_s`` (``time.monotonic``); empty if none was."""
+        complete = [reading for taken_s, reading in tuple(self._readings) if taken_s <= noticed_s]
+        return complete[-1] if complete else ()
 
 
 def explained(failure: Failure, seen: tuple[Health, ...]) -> Failure:

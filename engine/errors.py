@@ -1,5 +1,6 @@
 """The one exception the engine's callers see."""
 
+import time
 from typing import Literal
 
 ErrorKind = Literal["oom", "crash", "hang", "invalid"]
@@ -10,7 +11,8 @@ class EngineError(Exception):
 
     ``kind``: "invalid" is a mistake in what was asked (the engine, if started, stays usable),
     "oom", "crash" and "hang" are failures. ``stage`` is "start", "generate", "bench" or "close".
-    ``log_tail`` holds the last lines the failing worker wrote.
+    ``log_tail`` holds the last lines the failing worker wrote. ``noticed_s`` is when it was found,
+    on ``time.monotonic``'s clock: before the engine ended any worker because of it.
     """
 
     def __init__(self, kind: ErrorKind, stage: str, message: str, log_tail: str = "") -> None:
@@ -19,6 +21,7 @@ class EngineError(Exception):
         self.stage = stage
         self.message = message
         self.log_tail = log_tail
+        self.noticed_s = time.monotonic()
 
     def __reduce__(self) -> tuple[object, ...]:
         return (EngineError, (self.kind, self.stage, self.message, self.log_tail))

@@ -221,14 +221,14 @@ class Supervisor:
             f"rank {n} (pid {self._ranks[n].process.pid}, {_state(self._ranks[n].process.pid)})"
             for n in silent
         )
-        tail = self._ranks[silent[0]].log_tail()
-        self.kill()
-        return EngineError(
+        error = EngineError(
             "hang",
             stage,
             f"no sign of life for {self.config.timeout_s:g} s; no reply from {states}",
-            tail,
+            self._ranks[silent[0]].log_tail(),
         )
+        self.kill()
+        return error
 
 
 def _no_worker(error: OSError, tp: int) -> str:

@@ -69,11 +69,15 @@ class BackendContext:
 
 
 class BackendFailure(Exception):  # noqa: N818 - the vocabulary's word is failure
-    """``open`` could not start its group; ``failure`` is what gets stored for every trial of it."""
+    """``open`` could not start its group; ``failure`` is what gets stored for every trial of it.
 
-    def __init__(self, failure: Failure) -> None:
+    ``seen``: the devices while it lasted, before anything was ended; empty when nothing was read.
+    """
+
+    def __init__(self, failure: Failure, seen: tuple[Health, ...] = ()) -> None:
         super().__init__(f"{failure.kind} at {failure.stage}: {failure.message}")
         self.failure = failure
+        self.seen = seen
 
 
 @runtime_checkable

@@ -143,10 +143,10 @@ class EngineBackend:
                 outputs = tuple(request.token_ids for request in result.requests)
                 checked = self._baselines.check(knobs, workload, outputs, prompts, plain)
         except EngineError as error:
-            failure = explained(_failure(error, stage), watch.last)
-            return self._failed(knobs, workload, repeat, failure, started, before, watch.last)
+            failed = _stopped(error, stage, watch)
+            return self._failed(knobs, workload, repeat, failed, started, before)
         except BackendFailure as error:
-            return self._failed(knobs, workload, repeat, error.failure, started, before, watch.last)
+            return self._failed(knobs, workload, repeat, error, started, before)
         values = measured(result, knobs)
         return Measurement(
             trial=UNPLACED,
@@ -222,7 +222,7 @@ class EngineBackend:
             if error.kind == "invalid" and self._config is None:
                 # nothing ever started: what the study asks for cannot work at all
                 raise UserError(f"engine: {error.message}") from error
-            raise BackendFailure(explained(_failure(error, "start"), watch.last)) from error
+            raise _stopped(error, "start", watch) from error
         self._engine, self._config = engine, config
         try:
             with watch:
@@ -231,7 +231,7 @@ class EngineBackend:
             self._drop()
             if isinstance(error, BackendFailure):
                 raise
-            raise BackendFailure(explained(_failure(error, "start"), watch.last)) from error
+            raise _stopped(error, "start", watch) from error
 
     def _prove(self, engine: Engine, settings: dict[str, Scalar | None]) -> None:
         """Read back what the workers have; raise ``setting_not_effective`` on a difference."""
@@ -326,15 +326,15 @@ class EngineBackend:
         knobs: Knobs,
         workload: Workload,
         repeat: int,
-        failure: Failure,
+        failed: BackendFailure,
         started: datetime,
         before: tuple[Health, ...],
-        seen: tuple[Health, ...],
     ) -> Measurement:
-        """A repeat without a number; after a hang the devices count as ``seen`` while it lasted."""
+        """A repeat without a number; after a hang the devices count as seen while it lasted."""
+        failure = failed.failure
         if failure.kind in _FATAL:
             self._drop()
-        hung = failure.kind == "hang" and seen
+        hung = failure.kind == "hang" and failed.seen
         return failed_measurement(
             knobs,
             workload,
@@ -342,7 +342,7 @@ class EngineBackend:
             failure,
             started=started,
             health_before=before,
-            health_after=seen if hung else self._health.now(),
+            health_after=failed.seen if hung else self._health.now(),
         )
 
     def _watch(self) -> HealthWatch:
@@ -370,6 +370,12 @@ def _failure(error: EngineError, stage: str) -> Failure:
     return Failure(
         kind=error.kind, stage=stage, message=error.message, log_tail=tail(error.log_tail)
     )
+
+
+def _stopped(error: EngineError, stage: str, watch: HealthWatch) -> BackendFailure:
+    """The failure with what the devices did until it was noticed."""
+    seen = watch.before(error.noticed_s)
+    return BackendFailure(explained(_failure(error, stage), seen), seen)
 
 
 def host_fingerprint() -> str:

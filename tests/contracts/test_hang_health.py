@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -80,20 +81,39 @@ def test_only_a_peer_wait_explains_a_hang(
 
 
 def test_short_work_is_never_disturbed_and_a_late_reading_does_not_count() -> None:
-    calls: list[float] = []
+    begun, go_on = threading.Event(), threading.Event()
 
     def take() -> tuple[Health, ...]:
-        calls.append(time.monotonic())
-        time.sleep(0.2)
+        begun.set()
+        go_on.wait(10)
         return gpus(92.0)
 
     with HealthWatch(take, timeout_s=60.0) as short:
         pass
-    assert not calls
-    assert short.last == ()
+    assert not begun.is_set()
+    assert short.before(time.monotonic()) == ()
     with HealthWatch(take, timeout_s=0.2) as long:
-        time.sleep(0.15)
+        assert begun.wait(10)
     # the work ended while that reading was taken: it says nothing about the work
-    assert len(calls) == 1
-    time.sleep(0.3)
-    assert long.last == ()
+    go_on.set()
+    time.sleep(0.2)
+    assert long.before(time.monotonic()) == ()
+
+
+def test_a_reading_of_devices_whose_workers_are_being_ended_does_not_count() -> None:
+    idle = threading.Event()
+    with HealthWatch(
+        lambda: gpus(30.0, used=0.0) if idle.is_set() else gpus(92.0), timeout_s=0.1
+    ) as watch:
+        assert reads(watch, gpus(92.0))
+        noticed_s = time.monotonic()
+        idle.set()
+        assert reads(watch, gpus(30.0, used=0.0))
+    assert watch.before(noticed_s) == gpus(92.0)
+
+
+def reads(watch: HealthWatch, what: tuple[Health, ...]) -> bool:
+    until_s = time.monotonic() + 10
+    while watch.before(time.monotonic()) != what and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return watch.before(time.monotonic()) == what

@@ -15,6 +15,8 @@ from model.predictor import Predictor
 from model.spec import Interval, Knobs, Workload
 
 _Z90 = 1.6449
+#: further from the prediction than any host that was ever measured, and near a slip of units
+_FAR = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,33 @@ def chain_needs(
         )
         moved = max(verify_ms + (predictor.verify_ms(chain, workload).median - base), 0.0)
         found.append(_needs(predictor, chain, workload, plain_step_ms, moved))
+    return tuple(found)
+
+
+def doubts(
+    predictor: Predictor,
+    knobs: Knobs,
+    workload: Workload,
+    *,
+    plain_step_ms: float,
+    verify_ms: Sequence[float],
+) -> tuple[str, ...]:
+    """A sentence for each measured time that is so far from its prediction that a unit may be off.
+
+    ``knobs``: the chain of the measured verifies; times in ms, positive.
+    """
+    plain = Knobs.of({**knobs.values(), "speculation.method": "off"})
+    given = [("plain step", plain, plain_step_ms)] + [("verify", knobs, ms) for ms in verify_ms]
+    found = []
+    for name, run, measured_ms in given:
+        predicted_ms = predictor.verify_ms(run, workload).median
+        factor = max(measured_ms / predicted_ms, predicted_ms / measured_ms)
+        if factor > _FAR:
+            side = "longer" if measured_ms > predicted_ms else "shorter"
+            found.append(
+                f"{name} of {measured_ms:.6g} ms is {factor:.0f} times {side} than the predicted "
+                f"{predicted_ms:.3g} ms: is its unit right?"
+            )
     return tuple(found)
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.cli.common import JsonOption, print_json, stdout
+from autotune.cli.common import JsonOption, print_json, stderr, stdout
 from autotune.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def break_even(
     The verify of other depths is the measured one and the predicted difference; draft, extend,
     sampling and host gaps are predicted, with CUDA graphs.
     """
-    from model.measured_cycle import chain_needs
+    from model.measured_cycle import chain_needs, doubts
     from model.spec import Knobs
 
     predictor = _predictor(target, machine, steps, accept_length)
@@ -77,8 +77,11 @@ def break_even(
             )
             for value in verify
         }
+        doubtful = doubts(predictor, chain, workload, plain_step_ms=plain_ms, verify_ms=verify)
     except ValueError as error:
         raise UserError(str(error)) from None
+    for doubt in doubtful:
+        stderr().print(f"warning: {doubt}", soft_wrap=True, markup=False)
     implied = {value: _implied(rows, steps, speed, concurrency) for value, rows in answers.items()}
     if as_json:
         print_json(
@@ -89,6 +92,7 @@ def break_even(
                 "context": context,
                 "plain_step_ms": plain_ms,
                 "measured_steps": steps,
+                "doubts": doubtful,
                 "verify": [
                     {
                         "verify_ms": value,

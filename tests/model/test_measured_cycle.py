@@ -7,7 +7,7 @@ import pytest
 from model.acceptance import AcceptanceModel
 from model.calibration import default_calibration
 from model.machine import load_machine
-from model.measured_cycle import ChainNeeds, chain_needs
+from model.measured_cycle import ChainNeeds, chain_needs, doubts
 from model.observations import AcceptLength
 from model.predictor import Predictor
 from model.shapes import DraftShape, ModelShape
@@ -41,17 +41,20 @@ CHAIN = Knobs.of(
 def needs(
     verify_ms: float, plain_ms: float = 12.1, tau: float | None = None
 ) -> tuple[ChainNeeds, ...]:
+    return chain_needs(
+        predictor(tau), CHAIN, LOAD, plain_step_ms=plain_ms, verify_ms=verify_ms, steps=(1, 2, 3)
+    )
+
+
+def predictor(tau: float | None = None) -> Predictor:
     host = load_machine(ROOT / "studies/machines/8x-rtx-pro-6000-switches.yaml")
     target = ModelShape.load(ROOT / "studies/shapes/kimi-k2.5")
     acceptance = AcceptanceModel.prior()
     if tau is not None:
         seen = AcceptLength(steps=2, topk=1, draft_tokens=3, accept_length=tau, rel_sd=0.01)
         acceptance = acceptance.update([seen])
-    predictor = Predictor(
+    return Predictor(
         target, DraftShape.standard(target), host, default_calibration(host), acceptance
-    )
-    return chain_needs(
-        predictor, CHAIN, LOAD, plain_step_ms=plain_ms, verify_ms=verify_ms, steps=(1, 2, 3)
     )
 
 
@@ -85,3 +88,22 @@ def test_a_measured_accept_length_carries_the_expectation() -> None:
 def test_times_that_nobody_can_measure_are_refused(verify_ms: float) -> None:
     with pytest.raises(ValueError, match="verify of"):
         needs(verify_ms)
+
+
+@pytest.mark.parametrize(
+    ("plain_ms", "verify_ms", "doubted"),
+    [
+        pytest.param(12.1, 29.0, (), id="the-story"),
+        pytest.param(12.1, 200.0, (), id="slow-but-possible"),
+        pytest.param(12.1, 29_000.0, ("verify of 29000 ms", "longer"), id="microseconds"),
+        pytest.param(12.1, 0.029, ("verify of 0.029 ms", "shorter"), id="seconds"),
+        pytest.param(12_100.0, 29.0, ("plain step of 12100 ms", "longer"), id="slow-baseline"),
+        pytest.param(0.0121, 29.0, ("plain step of 0.0121 ms", "shorter"), id="fast-baseline"),
+    ],
+)
+def test_a_time_in_another_unit_is_questioned(
+    plain_ms: float, verify_ms: float, doubted: tuple[str, ...]
+) -> None:
+    found = doubts(predictor(), CHAIN, LOAD, plain_step_ms=plain_ms, verify_ms=[29.0, verify_ms])
+    assert len(found) == bool(doubted)
+    assert all(word in found[0] for word in doubted)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.kernel_table import kernel_lines, kernel_table
+
 Row = Mapping[str, Any]
 
 #: links of two GPUs, all with the same bars
@@ -166,9 +168,16 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def main(paths: Sequence[str]) -> int:
-    """Print one table over the rows of several runs: ``python -m bench.engine_table FILE...``."""
+    """Print one table over the rows of several runs: ``python -m bench.engine_table FILE...``.
+
+    Rows of ``bench/kernels.py`` and ``bench/dense_variants.py`` among them make a second table.
+    """
     rows = [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
-    print(table(lines_of(rows)))
+    steps, kernels = lines_of(rows), kernel_lines(rows)
+    if steps:
+        print(table(steps))
+    if kernels:
+        print(("\n" if steps else "") + kernel_table(kernels))
     return 0
 
 

@@ -1,11 +1,14 @@
 """The bench's table: what a bar is compared with, and what peers' columns hold."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.engine_rows import BANDWIDTH, OFF, floors_ms
-from bench.engine_table import lines_of, table
+from bench.engine_table import lines_of, main, table
+from bench.kernel_table import kernel_lines, kernel_table
 
 
 def _ours(wall: float, **changes: Any) -> dict[str, Any]:
@@ -89,3 +92,41 @@ def test_a_floor_is_one_gpus_share_of_the_bytes(tp: int, share: float) -> None:
     assert mine["attention"] == pytest.approx(whole["attention"] * share)
     router_ms = 8 * 128 * 2048 * 2 / BANDWIDTH * 1e3
     assert mine["moe"] - router_ms == pytest.approx((whole["moe"] - router_ms) * share)
+
+
+KERNELS = {"size": "1x4", "gpu": "H200", "us": 10.0, "range": [9.0, 11.0], "floor_us": 5.0}
+VARIANT = {"lab": 2, "us": 8.0, "low_us": 7.5, "high_us": 8.5, "floor_us": 5.0}
+
+
+def test_kernels_stand_with_the_most_lost_first_and_the_newest_figure_counts() -> None:
+    rows = [
+        KERNELS | {"kernel": "norm_linear"},
+        KERNELS | {"kernel": "linear_add", "us": 9.0},
+        KERNELS | {"kernel": "norm_linear", "size": "1x1", "us": 6.0},
+        VARIANT | {"case": "whole 1x4 norm_linear", "name": "table"},
+        VARIANT | {"case": "whole 1x4 linear_add", "name": "v4/512", "us": 1.0},
+        VARIANT | {"case": "shard 1x4 linear_add", "name": "table", "us": 1.0},
+        {"size": "1x4", "kernel": "forward of 8 layers", "us": 900.0, "floor_us": 800.0},
+        {"size": "1x4", "kernel": "qkv_attention", "failure": "OutOfResources"},
+        {"stage": "q8", "row": "start", "name": "8 layers"},
+    ]
+    lines = kernel_lines(rows)
+    assert [(line.size, line.kernel, line.us) for line in lines] == [
+        ("1x1", "norm_linear", 6.0),
+        ("1x4", "linear_add", 9.0),
+        ("1x4", "norm_linear", 8.0),
+    ]
+    assert [line.share for line in lines] == [5 / 6, 5 / 9, 5 / 8]
+    assert "8.0 (7.5-8.5)" in kernel_table(lines)
+
+
+def test_steps_and_kernels_of_several_files_are_printed_as_two_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "kernels.jsonl"
+    path.write_text(json.dumps(KERNELS | {"kernel": "norm_linear"}) + "\n")
+    results = Path(__file__).parents[2] / "studies/results/h200/engine-3.jsonl"
+    assert main([str(results), str(path)]) == 0
+    steps, kernels = capsys.readouterr().out.split("\n\n")
+    assert "8 layers, 1 " in steps
+    assert kernels.splitlines()[1].split()[:2] == ["1x4", "norm_linear"]

@@ -32,7 +32,7 @@ from kernels import (
     router,
     tuning,
 )
-from kernels.basic_cases import basic_cases, draw_case, exchange_case, rank_case
+from kernels.basic_cases import basic_cases
 from kernels.catalog import (
     KIMI_K2,
     MIXTRAL_8X7B_TP8,
@@ -43,6 +43,7 @@ from kernels.catalog import (
     shard,
 )
 from kernels.compile_unit import SHARED_LIMIT_BYTES, Unit, compile_unit, unit_of
+from kernels.cycle_cases import cycle_cases, draft_cases, draw_case, exchange_case, rank_case
 from kernels.launch import programmatic_launch, recording
 from kernels.opset import opset
 
@@ -91,6 +92,22 @@ def candidates_for(op: str, dims: Dims, num_sequences: int, num_tokens: int) -> 
     raise ValueError(f"no candidates are known for op {op!r}")
 
 
+def shipped_for(op: str, num_sequences: int, num_tokens: int) -> list[tuning.Config]:
+    """What the shipped tables give ``op`` for as many rows, of whatever shape and GPU."""
+    attention = op in ("qkv_attention", "tree_attention")
+    wanted = (
+        {"T": num_tokens, "B": num_sequences} if attention else {"T": num_sequences * num_tokens}
+    )
+    found = []
+    for path in sorted(tuning.SHIPPED.glob("*.json")):
+        for table in tuning.load(path).values():
+            for key, config in table.get(op, {}).items():
+                shape = dict(part.split("=", 1) for part in key.split(","))
+                if all(shape.get(name) == str(size) for name, size in wanted.items()):
+                    found.append(config)
+    return found
+
+
 def entries(fast: bool) -> Iterator[Entry]:
     """The defaults of every op (both models, both types), then the candidates of tuning."""
     sizes = ((1, 4), (1, 64)) if fast else ((1, 1), (1, 4), (16, 1), (1, 64), (2, 64))
@@ -102,6 +119,9 @@ def entries(fast: bool) -> Iterator[Entry]:
     for case in basic_cases(QWEN3_30B_A3B, 1, 4, 1024):
         yield Entry(case, torch.bfloat16, ())
     yield Entry(draw_case(4, QWEN3_30B_A3B.vocab), torch.bfloat16, ())
+    for num_rows in (1, 4):
+        for case in draft_cases(QWEN3_30B_A3B, num_rows) + cycle_cases(QWEN3_30B_A3B, num_rows, 4):
+            yield Entry(case, torch.bfloat16, ())
     for num_ranks in (2, 8):
         yield Entry(exchange_case(num_ranks), torch.bfloat16, ())
         yield Entry(rank_case(num_ranks, 4), torch.bfloat16, ())
@@ -120,7 +140,11 @@ def entries(fast: bool) -> Iterator[Entry]:
                 # the kernels of norm_linear with other flags; the defaults above compile those
                 continue
             for op in case.tuned:
-                for config in candidates_for(op, QWEN3_30B_A3B, num_sequences, num_tokens):
+                shipped = shipped_for(op, num_sequences, num_tokens)
+                for config in (
+                    *candidates_for(op, QWEN3_30B_A3B, num_sequences, num_tokens),
+                    *shipped,
+                ):
                     yield Entry(case, torch.bfloat16, ((op, tuple(config.items())),))
 
 
@@ -245,20 +269,34 @@ def _report(
     for name in sorted({name for name, _ in largest}):
         cells = "".join(f"{largest[name, a] / 1024:9.1f}" for a in architectures)
         print(f"{name:<34}{cells}")
+    excluded = [line for line in lines if line["verdict"] == "excluded"]
+    for (arch, kernel), same in _grouped(excluded).items():
+        most = max(line["estimate_bytes"] for line in same)
+        print(
+            f"excluded: sm_{arch} {kernel}: {len(same)} configurations that may need up to "
+            f"{most} bytes, {same[0]['limit_bytes']} allowed (--json lists them)"
+        )
     for line in lines:
-        if line["verdict"] in ("compiled", "left out"):
+        if line["verdict"] != "failed":
             continue
         reason = line["error"] or (
             f"needs {line['shared_bytes']} bytes, at most {line['estimate_bytes']} estimated, "
             f"{line['limit_bytes']} allowed"
         )
-        print(f"{line['verdict']}: sm_{line['arch']} {line['kernel']} {line['config']}: {reason}")
+        print(f"failed: sm_{line['arch']} {line['kernel']} {line['config']}: {reason}")
     count = Counter(line["verdict"] for line in lines)
     late = f", {count['left out']} left out (budget)" if count["left out"] else ""
     print(
         f"{count['compiled']} compiled, {count['excluded']} excluded, {count['failed']} failed"
         f"{late}, {seconds:.0f} s of compiling"
     )
+
+
+def _grouped(lines: list[dict[str, Any]]) -> dict[tuple[int, str], list[dict[str, Any]]]:
+    found: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        found[line["arch"], line["kernel"]].append(line)
+    return found
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ import torch
 
 from kernels.fit import fitted
 from kernels.launch import arrival_counters, cdiv, launch, pdl_for, pow2, require, waiting_programs
-from kernels.linear import MAX_VECTOR_TOKENS, check_rows, in_pairs, linear_add, linear_add_ref
+from kernels.linear import check_rows, linear_add, linear_add_ref
 from kernels.linear_route_kernels import (
     linear_route_matrix_kernel,
-    linear_route_tokens_kernel,
     linear_route_vector_kernel,
 )
 from kernels.norm import Normed
@@ -206,17 +205,9 @@ def linear_route(
     }  # fmt: skip
     if config["vector"]:
         require(
-            num_tokens <= MAX_VECTOR_TOKENS,
-            f"linear_route: the vector kernels take {MAX_VECTOR_TOKENS} tokens at most, got "
-            f"{num_tokens}",
+            num_tokens == 1, f"linear_route: the vector kernel takes one token, got {num_tokens}"
         )
-        if num_tokens > 1 or config.get("ahead"):
-            launch(
-                linear_route_tokens_kernel, (blocks,), *arguments, **flags,
-                AHEAD=config.get("ahead", 1), PAIRS=in_pairs(x_TK, weight_OK),
-            )  # fmt: skip
-        else:
-            launch(linear_route_vector_kernel, (blocks,), *arguments, **flags)
+        launch(linear_route_vector_kernel, (blocks,), *arguments, **flags)
     else:
         require(
             num_tokens <= block_t,

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from kernels.device import dot, last_to_arrive, turn_among_last, wait_for_predecessor
 from kernels.linear_kernels import matrix_product, ways_product
-from kernels.linear_tokens import tokens_product
 from kernels.router_kernels import choose_one
 
 
@@ -65,51 +64,6 @@ def linear_route_vector_kernel(
     share = tl.sum(router_tile.to(tl.float32) * weighted[None, :], axis=1)
     tl.store(partial_logits + pid * BLOCK_E + e, share)
     tl.store(partial_squares + pid, tl.sum(wide * wide, axis=0))
-    _choose_from_shares(
-        partial_logits, partial_squares, counters, bias, norm_squares, out_weight, out_expert, OUT,
-        eps, scale, T, E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, NUM_BLOCKS, LAST, BLOCK_N, BLOCK_R,
-        BLOCK_E, BLOCK_TOP,
-    )  # fmt: skip
-
-
-@triton.jit
-def linear_route_tokens_kernel(
-    x, weight, residual, out, gain, router, bias, normed, norm_squares, out_weight, out_expert,
-    partial, partial_logits, partial_squares, counters,
-    OUT, x_stride, weight_stride, router_stride, eps, scale,
-    T: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, LAST: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)
-    o = pid * BLOCK_O + tl.arange(0, BLOCK_O)
-    e = tl.arange(0, BLOCK_E)
-    in_o = o < OUT
-    sums, _ = tokens_product(
-        x, x, weight, o, OUT, x_stride, weight_stride, T, K, False, BLOCK_O, BLOCK_K, AHEAD, PAIRS,
-        PDL,
-    )  # fmt: skip
-    router_tile = tl.load(
-        router + e.to(tl.int64)[:, None] * router_stride + o[None, :],
-        mask=(e < E)[:, None] & in_o[None, :],
-        other=0.0,
-    ).to(tl.float32)
-    g = tl.load(gain + o, mask=in_o, other=0.0).to(tl.float32)
-    for t in tl.static_range(T):
-        y = tl.sum(sums[t], axis=1)
-        if HAS_RESIDUAL:
-            y += tl.load(residual + t * OUT + o, mask=in_o, other=0.0).to(tl.float32)
-        y = y.to(out.dtype.element_ty)
-        tl.store(out + t * OUT + o, y, mask=in_o)
-        wide = y.to(tl.float32)
-        weighted = wide * g
-        tl.store(normed + t * OUT + o, weighted.to(normed.dtype.element_ty), mask=in_o)
-        share = tl.sum(router_tile * weighted[None, :], axis=1)
-        tl.store(partial_logits + (pid * T + t) * BLOCK_E + e, share)
-        tl.store(partial_squares + pid * T + t, tl.sum(wide * wide, axis=0))
     _choose_from_shares(
         partial_logits, partial_squares, counters, bias, norm_squares, out_weight, out_expert, OUT,
         eps, scale, T, E, TOP, HAS_BIAS, SIGMOID, RENORMALIZE, NUM_BLOCKS, LAST, BLOCK_N, BLOCK_R,

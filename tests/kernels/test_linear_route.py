@@ -128,12 +128,8 @@ def test_bf16_chooses_well_for_the_stream_it_leaves(
             "swap": 1,
             "num_warps": 2,
         },
-        {"vector": 1, "block_o": 8, "block_k": 64, "ahead": 1, "num_warps": 2},
-        {"vector": 1, "block_o": 16, "block_k": 32, "ahead": 2, "num_warps": 1},
     ],
-    ids=lambda c: "-".join(
-        f"{k}{v}" for k, v in c.items() if k in ("vector", "block_o", "split_k")
-    ),
+    ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items() if k in ("block_o", "split_k")),
 )
 def test_every_split_gives_the_same_and_leaves_the_counters_at_zero(
     device: torch.device, config: dict[str, int]
@@ -213,3 +209,14 @@ def test_sizes_that_do_not_fit_are_refused(
         TRITON.linear_route(i["x"], i["weight"], None, i["norm"], EPS, i["router"], 3)
     with pytest.raises(ValueError, match="top_k must be in"):
         TRITON.linear_route(i["x"], i["weight"], None, i["norm"], EPS, i["router"], 13)
+
+
+def test_the_vector_kernel_is_for_one_token(device: torch.device) -> None:
+    i = _inputs(device, torch.float32, (2, 96, 200, 12, 3))
+    args = (i["x"], i["weight"], None, i["norm"], EPS, i["router"], 3)
+    config = {"vector": 1, "block_o": 8, "block_k": 64, "num_warps": 2}
+    with (
+        tuning.forced("linear_route", config),
+        pytest.raises(ValueError, match="takes one token, got 2"),
+    ):
+        TRITON.linear_route(*args)

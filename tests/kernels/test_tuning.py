@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -192,3 +193,20 @@ def test_kernels_compile_and_need_no_more_shared_memory_than_estimated(
     assert {line["kernel"] for line in lines} == {"linear_matrix_kernel", "down_grouped_kernel"}
     for line in lines:
         assert 0 < line["shared_bytes"] <= line["estimate_bytes"], line
+
+
+def test_every_kernel_is_among_what_is_compiled() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from kernels.compile_all import collect\n"
+         "print(*{unit.kernel.__name__ for unit, _ in collect(False, True).values()})"],
+        cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        check=True, timeout=280,
+    )  # fmt: skip
+    written = {
+        name
+        for path in (ROOT / "kernels").glob("*.py")
+        for name in re.findall(r"@triton.jit\ndef (\w+_kernel)\(", path.read_text())
+    }
+    assert len(written) > 30
+    assert written == set(done.stdout.split())

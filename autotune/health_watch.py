@@ -7,7 +7,6 @@ reading that was complete when the hang was noticed, not one of devices whose wo
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -31,7 +30,7 @@ class HealthWatch:
         self._period_s = min(max(timeout_s / _PER_TIMEOUT, min(_LEAST_S, timeout_s / 2)), _MOST_S)
         self._ended = threading.Event()
         #: (when it was complete on time.monotonic's clock, reading), oldest first
-        self._readings: deque[tuple[float, tuple[Health, ...]]] = deque(maxlen=_KEPT)
+        self._readings: tuple[tuple[float, tuple[Health, ...]], ...] = ()
 
     def __enter__(self) -> Self:
         self._ended = threading.Event()
@@ -53,11 +52,12 @@ class HealthWatch:
         while not ended.wait(self._period_s):
             readings = self._take()
             if not ended.is_set():
-                self._readings.append((time.monotonic(), readings))
+                # replaced whole: the other thread reads it meanwhile
+                self._readings = (*self._readings[-_KEPT:], (time.monotonic(), readings))
 
     def before(self, noticed_s: float) -> tuple[Health, ...]:
         """The newest reading complete by ``noticed_s`` (``time.monotonic``); empty if none was."""
-        complete = [reading for taken_s, reading in tuple(self._readings) if taken_s <= noticed_s]
+        complete = [reading for taken_s, reading in self._readings if taken_s <= noticed_s]
         return complete[-1] if complete else ()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.kernel_table import kernel_lines, kernel_table
+from bench.text_table import aligned
 
 Row = Mapping[str, Any]
 
@@ -160,11 +161,7 @@ def table(lines: Sequence[Line]) -> str:
                 peer,
             )
         )
-    widths = [max(len(text[i]) for text in texts) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(text, widths, strict=True)).rstrip()
-        for text in texts
-    )
+    return aligned(texts)
 
 
 def main(paths: Sequence[str]) -> int:

@@ -8,10 +8,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bench.text_table import aligned
+
 Row = Mapping[str, Any]
 
 #: run once a forward, not once a layer
 _ONCE = ("norm_lm_head", "norm_linear_argmax")
+_NOT_TOGETHER = (
+    "one rank and few rows run linear_route in place of linear_add and norm_route; greedy decoding "
+    "runs norm_linear_argmax in place of norm_lm_head"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +49,10 @@ def kernel_lines(rows: Iterable[Row]) -> list[KernelLine]:
         line = _of_kernels(row) if "kernel" in row else _of_variants(row)
         if line is not None:
             found[line.size, line.kernel] = line
-    return sorted(found.values(), key=lambda line: (_tokens(line.size), -line.lost_us))
+    return sorted(found.values(), key=lambda line: (_rows(line.size), -line.lost_us))
 
 
-def _tokens(size: str) -> tuple[int, str]:
+def _rows(size: str) -> tuple[int, str]:
     sequences, tokens = size.split("x")
     return int(sequences) * int(tokens), size
 
@@ -74,7 +80,7 @@ def _of_variants(row: Row) -> KernelLine | None:
 
 
 def kernel_table(lines: Iterable[KernelLine]) -> str:
-    """The lines as text."""
+    """The lines as text, and which kernels stand in for which."""
     head = ("size", "kernel", "us a call (range)", "floor", "share", "lost, us")
     texts = [head]
     for line in lines:
@@ -89,8 +95,4 @@ def kernel_table(lines: Iterable[KernelLine]) -> str:
                 f"{line.lost_us:.1f}{often}",
             )
         )
-    widths = [max(len(text[i]) for text in texts) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(text, widths, strict=True)).rstrip()
-        for text in texts
-    )
+    return f"{aligned(texts)}\n{_NOT_TOGETHER}"

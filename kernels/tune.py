@@ -32,7 +32,7 @@ from kernels.catalog import (
     layer_cases,
     shard,
 )
-from kernels.compile_all import candidates_for
+from kernels.compile_list import candidates_for
 from kernels.launch import recording
 from kernels.opset import opset
 from kernels.shared_memory import fitting

@@ -13,7 +13,7 @@ import torch
 
 from kernels import attention_kernel, linear, moe_down, moe_gate_up, router, tune, tuning
 from kernels.catalog import ODD, layer_cases
-from kernels.compile_all import candidates_for
+from kernels.compile_list import candidates_for
 from kernels.compile_unit import SHARED_LIMIT_BYTES
 from kernels.launch import recording
 from kernels.opset import opset
@@ -198,7 +198,7 @@ def test_kernels_compile_and_need_no_more_shared_memory_than_estimated(
 def test_every_kernel_is_among_what_is_compiled() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", "from kernels.compile_all import collect\n"
+        [sys.executable, "-c", "from kernels.compile_list import collect\n"
          "print(*{unit.kernel.__name__ for unit, _ in collect(False, True).values()})"],
         cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         check=True, timeout=280,

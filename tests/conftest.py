@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -50,3 +51,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def python_calls() -> Callable[[Callable[[], object]], int]:
+    """Run something and count the Python functions it calls: its work on any host, in counts."""
+
+    def counted(run: Callable[[], object]) -> int:
+        calls = 0
+
+        def note(_frame: object, what: str, _argument: object) -> None:
+            nonlocal calls
+            calls += what == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            run()
+        finally:
+            sys.setprofile(before)
+        return calls
+
+    return counted

@@ -1,6 +1,6 @@
 """All-reduce time, analytic and discrete-event: limits, monotonicity, refusals, cache, speed."""
 
-import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -147,15 +147,14 @@ def test_cache_off_equals_cache_on_and_reuses_identical_collectives() -> None:
     assert len(cached._cache) == 2
 
 
-def test_one_uncached_8_rank_collective_on_4_channels_simulates_within_100_ms() -> None:
+def test_an_uncached_collective_takes_a_few_events_a_hop(
+    counted_events: Callable[..., int],
+) -> None:
+    # its 100 ms are a bar of `make bench-model`; the events are what they are made of
     env = {"NCCL_MIN_NCHANNELS": "4", "NCCL_MAX_NCHANNELS": "4"}
     run = simulator(SWITCHES, 8, env, cache=False)
-    spent = []
-    for _ in range(3):
-        started = time.process_time()
-        run.duration_us(1 << 20)
-        spent.append(time.process_time() - started)
-    assert min(spent) < 0.1
+    hops = 8 * 4 * 2 * (8 - 1)
+    assert hops < counted_events(lambda: run.duration_us(1 << 20)) <= 8 * hops
 
 
 def test_posted_writes_from_one_switch_to_several_root_ports_collapse_and_reads_do_not() -> None:

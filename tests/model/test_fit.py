@@ -1,7 +1,5 @@
 """The robust fit: recovers constants, ignores outliers, says what the data cannot tell."""
 
-import time
-
 import numpy as np
 import pytest
 
@@ -82,18 +80,23 @@ def test_jacobian_is_the_derivative_by_log_constants() -> None:
     assert np.allclose(jacobian[:, 2], 0.0)
 
 
-def test_a_thousand_rows_update_in_under_100_ms() -> None:
+def test_a_thousand_rows_and_twenty_constants_take_a_few_predictions() -> None:
+    # `make bench-model` holds an update's 100 ms; predicting is what it spends them on
     sizes = np.geomspace(1e3, 1e8, 1000)
     specs = [ConstantSpec(f"c{i}", "us", 5.0, 0.5, "test") for i in range(20)]
 
+    asked: list[int] = []
+
     def many(theta: np.ndarray) -> np.ndarray:
+        asked.append(len(theta))
         return np.log(theta @ (1.0 + np.sin(np.outer(np.arange(1, 21), np.log(sizes))) ** 2))
 
     observed = many(np.linspace(2.0, 9.0, 20)[None])[0]
-    fit(specs, many, observed, 0.02, batched=True)
-    started = time.process_time()
-    fit(specs, many, observed, 0.02, batched=True)
-    assert time.process_time() - started < 0.1
+    asked.clear()
+    assert fit(specs, many, observed, 0.02, batched=True).converged
+    # all constants' derivatives in one call, and about five steps of them
+    assert len(asked) <= 16
+    assert max(asked) == 1 + len(specs)
 
 
 @pytest.mark.parametrize(

@@ -152,26 +152,32 @@ def test_the_command_prints_json_alone_and_refuses_bad_budgets(finished: Store, 
 # one measurement at a time
 
 
-def _hold(folder: str, seconds: float) -> None:
+def _hold(folder: str) -> None:
+    """Hold the machine until the file ``told`` is there."""
     host_lock.tempfile.tempdir = folder
     with hold_machine("engine", "study one", lambda text: None, lambda: None):
         (Path(folder) / "held").touch()
-        time.sleep(seconds)
+        while not (Path(folder) / "told").exists():
+            time.sleep(0.05)
 
 
 def test_a_second_process_waits_with_one_line_naming_the_first(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(host_lock.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(host_lock, "_POLL_S", 0.05)
-    other = multiprocessing.get_context("spawn").Process(target=_hold, args=(str(tmp_path), 1.5))
+    other = multiprocessing.get_context("spawn").Process(target=_hold, args=(str(tmp_path),))
     other.start()
     while not (tmp_path / "held").exists():
         time.sleep(0.05)
     lines: list[str] = []
-    began = time.monotonic()
-    with hold_machine("engine", "study two", lines.append, lambda: None):
-        waited_s = time.monotonic() - began
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        (tmp_path / "told").touch()
+
+    # who does not wait never tells, and the other never lets go
+    with hold_machine("engine", "study two", tell, lambda: None):
+        assert (tmp_path / "told").exists()
     other.join()
-    assert waited_s > 0.3
     assert len(lines) == 1
     assert f"process {other.pid} (study one" in lines[0]
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import sqlite3
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -193,7 +194,9 @@ def test_reading_an_absent_database_does_not_create_it(tmp_path: Path) -> None:
     assert not (tmp_path / "b.db").exists()
 
 
-def test_ten_thousand_repeats_are_summarised_in_two_seconds(store: Store) -> None:
+def test_ten_thousand_repeats_are_summarised_in_a_few_calls_each(
+    store: Store, python_calls: Callable[..., int]
+) -> None:
     study = new_study(store)
     worker = store.add_worker(study.id)
     trials = []
@@ -222,10 +225,9 @@ def test_ten_thousand_repeats_are_summarised_in_two_seconds(store: Store) -> Non
     ]
     with store.write() as session:
         session.execute(METADATA.tables["autotune_measurement"].insert(), rows)
-    started = time.process_time()
-    history = History.read(store, study.id)
-    assert history.by_knobs[KNOBS.id].summary(1).n == 10_000
-    assert time.process_time() - started < 2.0
+    calls = python_calls(lambda: History.read(store, study.id))
+    assert History.read(store, study.id).by_knobs[KNOBS.id].summary(1).n == 10_000
+    assert calls <= 10_000 * 20
 
 
 def test_noise_floors_are_replaced_and_events_counted(store: Store) -> None:

@@ -40,6 +40,11 @@ class LevelOutcome:
         """Whether speculation (or another setting) is shown to be faster than the baseline."""
         return self.verdict == "faster"
 
+    def knobs_text(self) -> str:
+        """Label of the best knobs; says so where they are not shown to beat the baseline."""
+        alone = self.beats_baseline or self.ratio is None
+        return self.knobs.label() + ("" if alone else " (not shown to beat the baseline)")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:

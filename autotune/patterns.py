@@ -88,9 +88,11 @@ def is_bimodal(values: Array) -> bool:
     quantile for uniform values, of all unimodal shapes the one that looks most like two groups
     (as in Hartigan's dip test). Heavy tails widen a group and so lower the statistic; long skewed
     tails are kept out by the gap, which must be wide against the range of the smaller group.
+    Values that recur (a recording that is replayed, a rounded log) must be four different ones at
+    least: fewer have no spread inside two groups to compare with.
     """
     n = len(values)
-    if n < MIN_REPEATS or float(np.ptp(values)) == 0:
+    if n < MIN_REPEATS or len(np.unique(values)) < 4:
         return False
     return float(_separation(np.sort(values)[None, :])[0]) > _critical_separation(_floor_length(n))
 

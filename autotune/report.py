@@ -114,7 +114,7 @@ def level_lines(level: LevelOutcome, outcome: Outcome) -> list[str]:
         predicted = None if level.predicted is None else level.predicted.tokens_per_s
         told = "" if predicted is None else f"; predicted {_interval(predicted)} tok/s (90 %)"
         lines = [
-            f"c={level.concurrency}: best is trial {level.trial}: {level.knobs.label()}; output "
+            f"c={level.concurrency}: best is trial {level.trial}: {level.knobs_text()}; output "
             f"{level.output_check}{told}"
         ]
     for name, summary in (("baseline", level.baseline), ("best", level.best)):

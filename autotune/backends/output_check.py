@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from scipy.stats import chi2, poisson
 
+from autotune.digits import significant
 from autotune.records import OutputCheck
 
 #: epsilon is this many times the largest change of a margin that the baseline showed by itself
@@ -247,7 +248,7 @@ def check_output(
     return Checked(
         "near_tie",
         f"{len(splits)} of {len(output)} prompts diverge{also if confirmed else ''}, margins up to "
-        f"{largest:.3g} nats (epsilon {noise.epsilon:.3g}){few}",
+        f"{significant(largest)} nats (epsilon {significant(noise.epsilon)}){few}",
     )
 
 
@@ -273,12 +274,13 @@ def _beyond(
         return Checked(
             "incorrect",
             f"prompt {i}, token {later[i][0]}, after its divergence at {splits[i]}: plain decoding "
-            f"takes another token, by {sizes[i]:.3g} nats (epsilon {epsilon:.3g}){others}",
+            f"takes another token, by {significant(sizes[i])} nats "
+            f"(epsilon {significant(epsilon)}){others}",
         )
     return Checked(
         "incorrect",
         f"prompt {i} diverges at token {splits[i]} where the baseline's margin is "
-        f"{sizes[i]:.3g} nats, above epsilon {epsilon:.3g}{others}",
+        f"{significant(sizes[i])} nats, above epsilon {significant(epsilon)}{others}",
     )
 
 

@@ -8,6 +8,7 @@ import typer
 from autotune.cli.common import DatabaseOption, JsonOption, database_url, print_json, stdout
 from autotune.cli.model_breakeven import break_even
 from autotune.cli.model_selector import selector
+from autotune.digits import extent, significant
 from autotune.errors import UserError
 
 if TYPE_CHECKING:
@@ -129,8 +130,8 @@ def _print_validation(report: "Validation") -> None:
     screen.print(table)
     for row in values["worst"]:
         screen.print(
-            f"worst: {row['row']}: {row['predicted']:.4g} {values['unit']} predicted "
-            f"({row['low']:.4g}–{row['high']:.4g}), {row['measured']:.4g} measured, "
+            f"worst: {row['row']}: {significant(row['predicted'], 4)} {values['unit']} predicted "
+            f"({extent(row['low'], row['high'], 4)}), {significant(row['measured'], 4)} measured, "
             f"{row['error']:+.1%}",
             soft_wrap=True, markup=False,
         )  # fmt: skip
@@ -158,8 +159,8 @@ def _print_constants(shown: "Shown") -> None:
         low, high = row["posterior90"]
         prior_low, prior_high = row["prior90"]
         table.add_row(
-            row["name"], f"{row['value']:.4g}", f"{low:.3g}–{high:.3g}", f"{row['prior']:.4g}",
-            f"{prior_low:.3g}–{prior_high:.3g}", row["unit"],
+            row["name"], significant(row["value"], 4), extent(low, high),
+            significant(row["prior"], 4), extent(prior_low, prior_high), row["unit"],
             f"{row['identifiability']:.0%} {row['told_by_data']}", row["source"],
         )  # fmt: skip
     screen.print(table)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from autotune.cli.common import JsonOption, print_json, stderr, stdout
+from autotune.digits import extent, significant
 from autotune.errors import UserError
 
 if TYPE_CHECKING:
@@ -133,9 +134,10 @@ def _print(machine: "Machine", timings: "Timings", output: Path | None) -> None:
         shape = "one mode"
         if sample.modes is not None:
             m = sample.modes
-            shape = f"bimodal: {m.fast:.3g} and {m.slow:.3g} ({m.slow_share:.0%} slow)"
-        interval = f"{sample.p05:.3g} - {sample.p95:.3g}"
-        table.add_row(what, unit, f"{sample.median:.3g}", interval, str(sample.n), shape)
+            modes = extent(m.fast, m.slow, dash=" and ")
+            shape = f"bimodal: {modes} ({m.slow_share:.0%} slow)"
+        interval = extent(sample.p05, sample.p95, dash=" - ")
+        table.add_row(what, unit, significant(sample.median), interval, str(sample.n), shape)
 
     row("host memory, all cores reading", "GB/s", timings.host_read)
     for index, gpu in enumerate(timings.gpus):

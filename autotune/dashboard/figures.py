@@ -1,12 +1,14 @@
 """Plots of a study as plotly figures: prediction against measurement, history, time, knobs."""
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
 
 from autotune.dashboard.evidence import LevelEvidence, StudyEvidence, TrialEvidence
+from autotune.digits import significant
 
 #: colour-blind safe (Okabe and Ito), one per concurrency
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -26,6 +28,8 @@ _PART_COLOURS: Mapping[str, str] = {
 _MOST_BARS = 30
 #: ratio of the largest to the smallest result from which an axis is logarithmic
 _LOG_ABOVE = 5.0
+#: a bar longer than this many medians is cut off: stacked bars can't be read on a logarithmic axis
+_CUT_ABOVE = 4.0
 
 
 def figures(study: StudyEvidence) -> dict[str, go.Figure]:
@@ -68,7 +72,7 @@ def predicted_against_measured(study: StudyEvidence) -> go.Figure | None:
                            for t, _ in points],
             },
             text=[_hover(trial) for trial, _ in points],
-            hovertemplate="%{text}<br>predicted %{x:.4g} tok/s<br>measured %{y:.4g} tok/s",
+            hovertemplate="%{text}<br>predicted %{x:.4r} tok/s<br>measured %{y:.4r} tok/s",
         )  # fmt: skip
     if not ends:
         return None
@@ -114,7 +118,7 @@ def history(study: StudyEvidence) -> go.Figure | None:
             name=f"concurrency {concurrency}",
             marker={"color": colour, "size": 8},
             text=[_hover(trial) for trial, _ in points],
-            hovertemplate="%{text}<br>%{y:.4g} tok/s",
+            hovertemplate="%{text}<br>%{y:.4r} tok/s",
         )
         best = [max(s.median for _, s in points[: i + 1]) for i in range(len(points))]
         figure.add_scatter(
@@ -171,7 +175,7 @@ def time_per_cycle(study: StudyEvidence) -> go.Figure | None:
             y=[_per_token(level, names) for _, level in rows],
             name=part,
             marker={"color": _PART_COLOURS.get(part, "#AAAAAA")},
-            hovertemplate="%{x}<br>" + part + ": %{y:.3g} ms per token",
+            hovertemplate="%{x}<br>" + part + ": %{y:.3r} ms per token",
         )
     if not rows:
         return None
@@ -179,7 +183,22 @@ def time_per_cycle(study: StudyEvidence) -> go.Figure | None:
     _axes(figure, title, "trial", "ms per emitted token of a request")
     figure.update_layout(barmode="stack")
     figure.update_xaxes(type="category", tickangle=-35)
+    cut_long_bars(figure, labels, [_per_token(level, list(level.terms)) for _, level in rows])
     return figure
+
+
+def cut_long_bars(figure: go.Figure, labels: Sequence[str], heights: Sequence[float]) -> None:
+    """End the axis where a few long bars would hide the others; their heights stand in them."""
+    top = _CUT_ABOVE * statistics.median(heights)
+    long = [(label, height) for label, height in zip(labels, heights, strict=True) if height > top]
+    if not long or not top:
+        return
+    figure.update_yaxes(range=[0, top])
+    for label, height in long:
+        figure.add_annotation(
+            x=label, y=0.97 * top, text=f"{significant(height)} ms ↑", textangle=-90,
+            showarrow=False, yanchor="top", bgcolor="white", opacity=0.9,
+        )  # fmt: skip
 
 
 def parallel_coordinates(study: StudyEvidence) -> go.Figure | None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from autotune.dashboard.evidence import LevelEvidence, StudyEvidence, TrialEvidence
+from autotune.digits import extent, significant
 from autotune.outcome import Outcome
 from autotune.records import Failure, Provenance
 from autotune.statistics import Ratio, Summary
@@ -11,8 +12,8 @@ from model.spec import Interval
 #: ends what we write; a reader's own words below it are kept
 END_MARK = "*Written by autotune dashboard; notes of your own go below this line.*"
 _LOG_LINES = 30
-#: an em space, which Markdown does not trim
-_GAP = "\u2003"
+#: no-break spaces: neither trimmed by Markdown nor a place to break a line
+_GAP = "\u00a0\u00a0\u00a0"
 _ROLES = {
     "baseline": "baseline (speculation off)",
     "aa": "A/A pair: the baseline again",
@@ -57,7 +58,7 @@ def study_note(study: StudyEvidence, outcome: Outcome | None) -> str:
                 _ratio(level.ratio),
                 "–" if level.noise_floor is None else f"{100 * level.noise_floor:.1f} %",
                 level.verdict,
-                _escape(level.knobs.label()),
+                _escape(level.knobs_text()),
             ]
             for level in outcome.levels
         ]
@@ -224,9 +225,9 @@ def _provenance(provenance: Provenance) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
-    # the dashboard sets columns edge to edge
-    rows = [[row[0], *(_GAP + cell for cell in row[1:])] for row in rows]
-    heads = [heads[0], *(_GAP + head for head in heads[1:])]
+    # the dashboard sets columns edge to edge; a gap before a cell would indent its first line only
+    rows = [[*(cell + _GAP for cell in row[:-1]), row[-1]] for row in rows]
+    heads = [*(head + _GAP for head in heads[:-1]), heads[-1]]
     lines = [
         "| " + " | ".join(heads) + " |",
         "|" + "|".join(" :-- " if i in left else " --: " for i in range(len(heads))) + "|",
@@ -243,13 +244,14 @@ def _escape(text: str) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
+    return "–" if value is None else significant(value)
 
 
 def _interval(interval: Interval | None, digits: int = 4) -> str:
     if interval is None:
         return "–"
-    return f"{interval.median:.{digits}g} ({interval.low:.{digits}g}–{interval.high:.{digits}g})"
+    within = extent(interval.low, interval.high, digits)
+    return f"{significant(interval.median, digits)} ({within})"
 
 
 def _summary(summary: Summary | None) -> str:
@@ -257,9 +259,10 @@ def _summary(summary: Summary | None) -> str:
         return "–"
     flags = [word for word, on in (("drifts", summary.drifts), ("bimodal", summary.bimodal)) if on]
     extra = "".join(f", {word}" for word in flags)
+    median = significant(summary.median, 4)
     if summary.n < 2:
-        return f"{summary.median:.4g} (n {summary.n})"
-    return f"{summary.median:.4g} ({summary.low:.4g}–{summary.high:.4g}, n {summary.n}{extra})"
+        return f"{median} (n {summary.n})"
+    return f"{median} ({extent(summary.low, summary.high, 4)}, n {summary.n}{extra})"
 
 
 def _ratio(ratio: Ratio | None) -> str:

@@ -8,6 +8,7 @@ from autotune.diff.measured import Measured, measured
 from autotune.diff.run import Run
 from autotune.diff.verdict import Verdict, judge
 from autotune.diff.worth import Model, Worth, joint, model_of, price
+from autotune.digits import significant
 from autotune.explain.terms import disagreement
 from autotune.statistics import Summary, summarise
 from model.predictor import Predictor
@@ -106,8 +107,8 @@ def _odd(steps: tuple[StepCheck, ...]) -> str:
     side = "longer" if check.measured.median > check.predicted.median else "shorter"
     return (
         f"The odd side is {check.side}: its step is {side} than its settings can explain, "
-        f"{check.measured.median:.3g} ms against {check.predicted.low:.3g}–"
-        f"{check.predicted.high:.3g} predicted."
+        f"{significant(check.measured.median)} ms against {significant(check.predicted.low)}–"
+        f"{significant(check.predicted.high)} predicted."
     )
 
 

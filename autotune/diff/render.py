@@ -10,6 +10,7 @@ from autotune.diff.compare import Comparison
 from autotune.diff.measured import Measured
 from autotune.diff.run import GROUPS, Run
 from autotune.diff.worth import Worth
+from autotune.digits import significant
 from autotune.explain.render import (
     change,
     interval_text,
@@ -92,7 +93,7 @@ def _terms(seen: Measured, screen: Console) -> None:
         return
     parts = [
         f"{term.name} {number(term.a.median)} → {number(term.b.median)} ms "
-        f"({term.change_ms:+.3g} ± {term.half_width_ms:.2g})"
+        f"({significant(term.change_ms, sign=True)} ± {significant(term.half_width_ms, 2)})"
         for term in clear[:6]
     ]
     screen.print("Terms that changed beyond their noise: " + "; ".join(parts) + ".")

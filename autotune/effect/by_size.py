@@ -228,12 +228,3 @@ def _shown(choice: Choice | str, moved: Selector | None) -> str:
         f"{choice.algo.capitalize()}/{choice.proto}, {choice.channels} channel{plural} x "
         f"{choice.threads} threads{via}"
     )
-
-
-def size_text(num_bytes: int) -> str:
-    """ "14 KiB", "0.9 MiB" for a message."""
-    if num_bytes < 1 << 10:
-        return f"{num_bytes} B"
-    if num_bytes < 1 << 19:
-        return f"{num_bytes / 1024:.3g} KiB"
-    return f"{num_bytes / (1 << 20):.3g} MiB"

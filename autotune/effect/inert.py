@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from autotune.effect.by_size import Scene, SizeEffect, size_text
+from autotune.digits import size_text
+from autotune.effect.by_size import Scene, SizeEffect
 from autotune.nccl_log_types import CommLog
 from model.nccl.settings import PROTOCOLS, NcclSettings, c_integer, parse_list
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from autotune.effect.by_size import SizeEffect, size_text
+from autotune.digits import size_text
+from autotune.effect.by_size import SizeEffect
 
 _WORDS = {
     "inert": "inert",

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+from autotune.digits import size_text
 from autotune.explain.gain import gains
-from autotune.explain.plans import SizePlan, kib, message_plans
+from autotune.explain.plans import SizePlan, message_plans
 from model.predictor import Predictor
 from model.spec import KNOB_FIELDS, Inert, Knobs, Scalar, Workload
 
@@ -93,10 +94,10 @@ def _reason(name: str, predictor: Predictor, plans: Sequence[SizePlan], knobs: K
         return "one rank has nobody to reduce with"
     if name.startswith("nccl.") and plans:
         first, last = plans[0], plans[-1]
-        sizes = kib(first.size_bytes)
+        sizes = size_text(first.size_bytes)
         if last is not first:
             low, high = sorted((first.size_bytes, last.size_bytes))
-            sizes = f"{kib(low)}–{kib(high)}"
+            sizes = f"{size_text(low)}–{size_text(high)}"
         kinds = " and ".join(dict.fromkeys(f"{p.algo.capitalize()}/{p.proto}" for p in plans))
         most = max(plan.channels for plan in plans)
         there = first.channels_there

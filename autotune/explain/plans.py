@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.digits import size_text
 from model.allreduce.model import nccl_setup
 from model.collectives import ASSUMED_NCCL_VERSION, CollectiveKey
 from model.draws import interval, spread, term_draws
@@ -225,7 +226,7 @@ def _why(
     if not plans:
         return "NCCL's choice under these settings is not known"
     first = plans[0]
-    now = f"at {kib(first.size_bytes)} NCCL runs {first.text()}"
+    now = f"at {size_text(first.size_bytes)} NCCL runs {first.text()}"
     if best.id == own.id:
         return f"{now}; by the medians no setting gives a faster all-reduce at this size"
     better = message_plans(predictor, best, workload)
@@ -243,12 +244,3 @@ def settings_text(knobs: Knobs) -> str:
         if name.startswith("nccl.") and value not in (None, "auto")
     ]
     return ", ".join(parts) or "NCCL's own choice"
-
-
-def kib(size_bytes: float) -> str:
-    """Bytes for people: "14 KiB", "1.75 MiB"."""
-    if size_bytes < 1024:
-        return f"{size_bytes:.0f} B"
-    if size_bytes < 1 << 20:
-        return f"{size_bytes / 1024:.4g} KiB"
-    return f"{size_bytes / (1 << 20):.3g} MiB"

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from autotune.explain.plans import kib, settings_text
+from autotune.digits import significant, size_text
+from autotune.explain.plans import settings_text
 from autotune.explain.terms import TermRow
 from autotune.statistics import Summary
 from model.spec import Interval
@@ -190,7 +191,7 @@ def _lever_row(lever: "Lever") -> tuple[str, ...]:
     star = "*" if lever.in_space is False else ""
     return (
         f"{change(gain.ratio.median)} ({change(gain.ratio.low)}…{change(gain.ratio.high)})",
-        f"{gain.cycle_change_ms.median:+.3g}",
+        significant(gain.cycle_change_ms.median, sign=True),
         f"{100 * gain.probability:.0f}",
         seen,
         f"{lever.name}{star}: {lever.change}",
@@ -221,7 +222,7 @@ def _nccl(explanation: "Explanation", screen: Console) -> None:
     )
     screen.print(f"Why: {bound.why}.")
     for plan in bound.plans[1:]:
-        screen.print(f"     {plan.what}: at {kib(plan.size_bytes)} NCCL runs {plan.text()}.")
+        screen.print(f"     {plan.what}: at {size_text(plan.size_bytes)} NCCL runs {plan.text()}.")
     captured = knobs.graph_decode if knobs.method == "off" else knobs.graph_verify
     launches = "" if captured else ", with their share of the launches"
     all_reduce = "" if bound.measured_ms is None else f"; measured {number(bound.measured_ms)} ms"

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autotune.digits import extent, significant
 from autotune.explain.subject import Repeat
 from autotune.statistics import Summary, summarise
 from model.spec import CYCLE_TERMS, DECODE_TERMS, Interval, Prediction
@@ -130,7 +131,8 @@ def disagreement(measured: Summary | None, predicted: Interval | None) -> str | 
     edge = predicted.high if factor > 1 else predicted.low
     side = "above" if factor > 1 else "below"
     return (
-        f"measured {measured.median:.3g} ({measured.low:.3g}–{measured.high:.3g}) is {side} all "
-        f"of the predicted {predicted.low:.3g}–{predicted.high:.3g}: {factor:.2f} × the median, "
+        f"measured {significant(measured.median)} ({extent(measured.low, measured.high)}) is "
+        f"{side} all of the predicted {extent(predicted.low, predicted.high)}: "
+        f"{factor:.2f} × the median, "
         f"{measured.median / edge:.2f} × its edge"
     )

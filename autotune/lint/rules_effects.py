@@ -23,7 +23,7 @@ def no_effect_here(setup: Setup) -> Iterator[Hit]:
     ]
     if not names:
         return
-    from autotune.effect.by_size import size_text
+    from autotune.digits import size_text
 
     decoding = found.decoding(found.by_name[names[0]])
     first, last = decoding[0], decoding[-1]

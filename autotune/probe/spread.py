@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autotune.digits import extent, significant
 from model.machine import Spread
 
 #: a smaller group is outliers, not a mode
@@ -50,10 +51,12 @@ class Sample:
 
     def text(self, unit: str) -> str:
         """ "12.1 us (90 % within 11.4-14.0, n 300)"."""
-        line = f"{self.median:.3g} {unit} (90 % within {self.p05:.3g}-{self.p95:.3g}, n {self.n})"
+        within = extent(self.p05, self.p95, dash="-")
+        line = f"{significant(self.median)} {unit} (90 % within {within}, n {self.n})"
         if self.modes is not None:
             m = self.modes
-            line += f", bimodal: {m.fast:.3g} and {m.slow:.3g} ({m.slow_share:.0%} slow)"
+            modes = extent(m.fast, m.slow, dash=" and ")
+            line += f", bimodal: {modes} ({m.slow_share:.0%} slow)"
         return line
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune.dashboard.evidence import LevelEvidence
+from autotune.digits import significant
 from autotune.reporting.markup import Html, tag
 from autotune.reporting.style import TERM_COLORS
 from model.spec import CYCLE_TERMS, DECODE_TERMS, Interval, Prediction
@@ -36,12 +37,12 @@ def cycle_bars(level: LevelEvidence, prediction: Prediction | None) -> Html:
             tag(
                 "span",
                 style=f"width:{100 * terms[name] / longest:.2f}%;background:{term_color(name)}",
-                title=f"{name}: {terms[name]:.3g} ms",
+                title=f"{name}: {significant(terms[name])} ms",
             )
             for name in level.terms
             if terms.get(name)
         ]
-        told = f"{total:.3g} ms" if terms else "not told"
+        told = f"{significant(total)} ms" if terms else "not told"
         rows += [
             tag("div", title),
             tag("div", *segments, class_="bar", role="img", aria_label=f"{title}: {told}"),

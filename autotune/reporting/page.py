@@ -98,7 +98,7 @@ def _levels(report: Report) -> Html:
         )
     chosen = [
         tag(
-            "li", f"at concurrency {level.concurrency}: {level.outcome.knobs.label()} ",
+            "li", f"at concurrency {level.concurrency}: {level.outcome.knobs_text()} ",
             tag("span", f"(trial {level.outcome.trial}, knobs {level.outcome.knobs.id})",
                 class_="soft"),
         )

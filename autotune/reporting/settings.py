@@ -7,7 +7,7 @@ inside each worker, and the model, which knows where a setting cannot matter.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autotune.effect.by_size import size_text
+from autotune.digits import size_text
 from autotune.launch import nccl_environment
 from autotune.records import Provenance
 from model.nccl.settings import ALGORITHMS, PROTOCOLS, parse_list

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import optuna
+import plotly.graph_objects as go
 import pytest
 from optuna_dashboard import get_note, save_note
 from rich.console import Console
@@ -23,7 +24,7 @@ from study_files import sim_study, write_study
 
 from autotune.cli.main import main
 from autotune.dashboard.evidence import StudyEvidence, TrialEvidence, read_evidence
-from autotune.dashboard.figures import figures
+from autotune.dashboard.figures import cut_long_bars, figures
 from autotune.dashboard.notes import END_MARK, merged, study_note, trial_note
 from autotune.dashboard.publish import Publisher
 from autotune.dashboard.storage import open_storage
@@ -74,8 +75,9 @@ def speculative(study: StudyEvidence) -> TrialEvidence:
 
 def cells(note: str, first: str) -> list[str]:
     """Cells of the table row that begins with ``first``."""
-    (line,) = [line for line in note.splitlines() if line.startswith(f"| {first} |")]
-    return [cell.strip().strip("\u2003") for cell in line.strip("|").split("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in note.splitlines()]
+    (row,) = [row for row in rows if row[0] == first]
+    return row
 
 
 def test_a_note_holds_every_term_predicted_beside_measured(study: StudyEvidence) -> None:
@@ -102,7 +104,7 @@ def test_a_note_holds_speed_accept_length_output_and_knobs(study: StudyEvidence)
     baseline = study.baseline(1)
     assert baseline is not None
     assert row[4] == f"{summary.median / baseline.median:.2f}×"
-    assert f"| `speculation.steps` | \u2003{trial.trial.knobs.steps} |" in trial_note(trial, study)
+    assert cells(trial_note(trial, study), "`speculation.steps`")[1] == str(trial.trial.knobs.steps)
 
 
 def test_a_trial_of_autotune_compare_says_so(study: StudyEvidence) -> None:
@@ -175,6 +177,17 @@ def test_bars_of_time_add_up_to_the_cycle_per_token(study: StudyEvidence) -> Non
     assert level.cycle_ms is not None
     assert level.accept_length is not None
     assert total == pytest.approx(level.cycle_ms / level.accept_length, rel=0.05)
+
+
+def test_a_trial_of_ten_times_the_time_is_cut_and_does_not_hide_the_others() -> None:
+    figure = go.Figure()
+    figure.add_bar(x=list("abcd"), y=[1.0, 1.2, 12.0, 1.1])
+    cut_long_bars(figure, list("abcd"), [1.0, 1.2, 12.0, 1.1])
+    assert 1.2 < figure.layout.yaxis.range[1] < 6.0
+    (told,) = figure.layout.annotations
+    assert (told.x, told.text) == ("c", "12 ms ↑")
+    cut_long_bars(even := go.Figure(), list("ab"), [1.0, 1.5])
+    assert not even.layout.annotations
 
 
 def test_the_history_never_falls_and_shows_the_baseline(study: StudyEvidence) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from autotune.patterns import _concordance, drifts
+from autotune.patterns import _concordance, drifts, is_bimodal
 
 
 @pytest.mark.parametrize("n", [1, 2, 64, 65, 130, 1001])
@@ -25,3 +25,9 @@ def test_a_perfect_line_drifts(n: int) -> None:
     # what rounding leaves of it correlates by itself
     assert drifts(2000.0 - 20.0 * np.arange(n))
     assert drifts(0.1 * np.arange(n))
+
+
+def test_few_values_that_recur_are_no_two_modes() -> None:
+    # three recorded repeats, drawn again and again
+    assert not is_bimodal(np.array([0.231, 0.231, 0.235, 0.231, 0.235, 0.2351, 0.231, 0.235]))
+    assert is_bimodal(np.array([0.231, 0.2312, 0.315, 0.231, 0.3148, 0.3151, 0.231, 0.315]))

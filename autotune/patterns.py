@@ -26,6 +26,8 @@ _LENGTHS = (6, 7, 8, 9, 10, 12, 15, 20, 30, 60)
 _MIN_SHARE = 0.2
 #: two modes leave a gap of at least this share of the smaller group's range
 _MIN_GAP = 0.4
+#: fewer different values have no spread inside two groups to compare with
+_MIN_DISTINCT = 4
 
 
 def drifts(values: Array) -> bool:
@@ -88,11 +90,10 @@ def is_bimodal(values: Array) -> bool:
     quantile for uniform values, of all unimodal shapes the one that looks most like two groups
     (as in Hartigan's dip test). Heavy tails widen a group and so lower the statistic; long skewed
     tails are kept out by the gap, which must be wide against the range of the smaller group.
-    Values that recur (a recording that is replayed, a rounded log) must be four different ones at
-    least: fewer have no spread inside two groups to compare with.
+    Values may recur (a recording that is replayed, a rounded log), but not all of them.
     """
     n = len(values)
-    if n < MIN_REPEATS or len(np.unique(values)) < 4:
+    if n < MIN_REPEATS or len(np.unique(values)) < _MIN_DISTINCT:
         return False
     return float(_separation(np.sort(values)[None, :])[0]) > _critical_separation(_floor_length(n))
 

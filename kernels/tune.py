@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from kernels import tuning
+from kernels.candidates import candidates_for
 from kernels.catalog import (
     KIMI_K2,
     MIXTRAL_8X7B_TP8,
@@ -32,7 +33,6 @@ from kernels.catalog import (
     layer_cases,
     shard,
 )
-from kernels.compile_list import candidates_for
 from kernels.launch import recording
 from kernels.opset import opset
 from kernels.shared_memory import fitting

@@ -94,7 +94,7 @@ def doubts(
         if factor > _FAR:
             side = "longer" if measured_ms > predicted_ms else "shorter"
             found.append(
-                f"{name} of {measured_ms:.6g} ms is {factor:.0f} times {side} than the predicted "
+                f"{name} of {measured_ms:.10g} ms is {factor:.0f} times {side} than the predicted "
                 f"{predicted_ms:.3g} ms: is its unit right?"
             )
     return tuple(found)

@@ -131,12 +131,8 @@ def _print(machine: "Machine", timings: "Timings", output: Path | None) -> None:
     def row(what: str, unit: str, sample: "Sample | None") -> None:
         if sample is None:
             return
-        shape = "one mode"
-        if sample.modes is not None:
-            m = sample.modes
-            modes = extent(m.fast, m.slow, dash=" and ")
-            shape = f"bimodal: {modes} ({m.slow_share:.0%} slow)"
-        interval = extent(sample.p05, sample.p95, dash=" - ")
+        shape = "one mode" if sample.modes is None else sample.modes.text()
+        interval = extent(sample.p05, sample.p95)
         table.add_row(what, unit, significant(sample.median), interval, str(sample.n), shape)
 
     row("host memory, all cores reading", "GB/s", timings.host_read)

@@ -8,7 +8,7 @@ from autotune.diff.measured import Measured, measured
 from autotune.diff.run import Run
 from autotune.diff.verdict import Verdict, judge
 from autotune.diff.worth import Model, Worth, joint, model_of, price
-from autotune.digits import significant
+from autotune.digits import extent, significant
 from autotune.explain.terms import disagreement
 from autotune.statistics import Summary, summarise
 from model.predictor import Predictor
@@ -107,8 +107,8 @@ def _odd(steps: tuple[StepCheck, ...]) -> str:
     side = "longer" if check.measured.median > check.predicted.median else "shorter"
     return (
         f"The odd side is {check.side}: its step is {side} than its settings can explain, "
-        f"{significant(check.measured.median)} ms against {significant(check.predicted.low)}–"
-        f"{significant(check.predicted.high)} predicted."
+        f"{significant(check.measured.median)} ms against "
+        f"{extent(check.predicted.low, check.predicted.high)} predicted."
     )
 
 

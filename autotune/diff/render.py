@@ -10,12 +10,12 @@ from autotune.diff.compare import Comparison
 from autotune.diff.measured import Measured
 from autotune.diff.run import GROUPS, Run
 from autotune.diff.worth import Worth
-from autotune.digits import significant
-from autotune.explain.render import (
+from autotune.digits import (
     change,
     interval_text,
     number,
     percent,
+    significant,
     summary_text,
 )
 from autotune.statistics import Ratio

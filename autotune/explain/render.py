@@ -6,10 +6,17 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from autotune.digits import significant, size_text
+from autotune.digits import (
+    change,
+    interval_text,
+    number,
+    percent,
+    significant,
+    size_text,
+    summary_text,
+)
 from autotune.explain.plans import settings_text
 from autotune.explain.terms import TermRow
-from autotune.statistics import Summary
 from model.spec import Interval
 
 if TYPE_CHECKING:
@@ -317,53 +324,6 @@ def lever_json(lever: "Lever") -> dict[str, Any]:
     values["gain"]["knobs"] = lever.gain.knobs.values()
     values["knobs_id"] = lever.gain.knobs.id
     return values
-
-
-def number(value: float) -> str:
-    """Three significant digits, no exponent."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    if size < 0.0005:
-        return "<0.001" if value > 0 else ">-0.001"
-    if size >= 100:
-        return f"{value:.0f}"
-    if size >= 10:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if size >= 1 else f"{value:.3f}"
-
-
-def percent(ratio: float) -> str:
-    """A ratio as a change: 1.034 is "+3.4 %"."""
-    return f"{change(ratio)} %"
-
-
-def change(ratio: float) -> str:
-    """A ratio as a change in percent, without the sign of percent: 1.034 is "+3.4"."""
-    value = 100 * (ratio - 1)
-    return f"{value:+.0f}" if abs(value) >= 99.5 else f"{value:+.1f}"
-
-
-def summary_text(summary: Summary | None) -> str:
-    """Median with interval and n."""
-    if summary is None:
-        return "–"
-    if summary.n < 2:
-        return f"{number(summary.median)} (n=1)"
-    flag = "".join(
-        mark for mark, on in ((" drifts", summary.drifts), (" bimodal", summary.bimodal)) if on
-    )
-    return (
-        f"{number(summary.median)} ({number(summary.low)}–{number(summary.high)}, "
-        f"{summary.n}{flag})"
-    )
-
-
-def interval_text(interval: Interval | None) -> str:
-    """Median with its interval."""
-    if interval is None:
-        return "–"
-    return f"{number(interval.median)} ({number(interval.low)}–{number(interval.high)})"
 
 
 def rate_text(interval: Interval | None) -> str:

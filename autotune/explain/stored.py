@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import func, select
 
-from autotune.digits import extent
+from autotune.digits import significant
 from autotune.errors import UserError
 from autotune.explain.subject import Repeat, StudyContext, Subject, pooled_counts
 from autotune.modelling import StudyModel, draft_shape, target_shape
@@ -174,8 +174,8 @@ def _strained(calibration: Calibration) -> Iterator[str]:
         moved = abs(math.log(constant.value / constant.prior)) / constant.prior_sd
         if moved > _STRAINED_SD:
             yield (
-                f"calibration moved {constant.name} from "
-                f"{extent(constant.prior, constant.value, dash=' to ')} {constant.unit}, "
+                f"calibration moved {constant.name} from {significant(constant.prior)} to "
+                f"{significant(constant.value)} {constant.unit}, "
                 f"{moved:.0f} prior sd away: it stands in for something that the model lacks; "
                 f"distrust predictions that change it"
             )

@@ -23,6 +23,11 @@ class Modes:
     slow: float
     slow_share: float
 
+    def text(self) -> str:
+        """ "bimodal: 11.4 and 14.0 (20% slow)"."""
+        fast, slow = significant(self.fast), significant(self.slow)
+        return f"bimodal: {fast} and {slow} ({self.slow_share:.0%} slow)"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -50,13 +55,11 @@ class Sample:
         return Spread(median_us=self.median, p05_us=self.p05, p95_us=self.p95, n=self.n)
 
     def text(self, unit: str) -> str:
-        """ "12.1 us (90 % within 11.4-14.0, n 300)"."""
-        within = extent(self.p05, self.p95, dash="-")
+        """ "12.1 us (90 % within 11.4–14, n 300)"."""
+        within = extent(self.p05, self.p95)
         line = f"{significant(self.median)} {unit} (90 % within {within}, n {self.n})"
         if self.modes is not None:
-            m = self.modes
-            modes = extent(m.fast, m.slow, dash=" and ")
-            line += f", bimodal: {modes} ({m.slow_share:.0%} slow)"
+            line += f", {self.modes.text()}"
         return line
 
 

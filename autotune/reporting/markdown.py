@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from autotune.explain.render import interval_text, number, summary_text
+from autotune.digits import interval_text, number, summary_text
 from autotune.report import front_pick, front_rows, front_title, verdict_text
 from autotune.reporting.content import Report
 from autotune.reporting.words import (

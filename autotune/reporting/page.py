@@ -1,6 +1,6 @@
 """The report as one HTML page that needs nothing but itself."""
 
-from autotune.explain.render import interval_text, number, summary_text
+from autotune.digits import interval_text, number, summary_text
 from autotune.report import front_pick, front_rows, front_title, verdict_text
 from autotune.reporting.charts import Point, cycle_bars, point_color, scatter, term_color
 from autotune.reporting.content import LevelReport, Report

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autotune.digits import number, percent
 from autotune.explain.levers import Lever
-from autotune.explain.render import number, percent
 from autotune.reporting.content import Report
 from autotune.statistics import Ratio
 from model.spec import Interval

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kernels import attention_kernel, linear, moe_down, moe_gate_up, router, tune, tuning
+from kernels.candidates import candidates_for
 from kernels.catalog import ODD, layer_cases
-from kernels.compile_list import candidates_for
 from kernels.compile_unit import SHARED_LIMIT_BYTES
 from kernels.launch import recording
 from kernels.opset import opset

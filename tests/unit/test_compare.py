@@ -174,10 +174,12 @@ def test_a_second_process_waits_with_one_line_naming_the_first(tmp_path, monkeyp
         lines.append(line)
         (tmp_path / "told").touch()
 
-    # who does not wait never tells, and the other never lets go
-    with hold_machine("engine", "study two", tell, lambda: None):
-        assert (tmp_path / "told").exists()
-    other.join()
+    try:
+        with hold_machine("engine", "study two", tell, lambda: None):
+            assert lines, "two hold one machine"
+    finally:
+        (tmp_path / "told").touch()
+        other.join()
     assert len(lines) == 1
     assert f"process {other.pid} (study one" in lines[0]
 

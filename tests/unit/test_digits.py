@@ -1,5 +1,8 @@
 """Numbers for people: digits kept, no powers of ten."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from autotune.digits import extent, significant, size_text
@@ -44,3 +47,15 @@ def test_a_change_shows_its_sign() -> None:
 )
 def test_sizes_have_the_unit_that_keeps_them_short(num_bytes: int, text: str) -> None:
     assert size_text(num_bytes) == text
+
+
+def test_nothing_else_rounds_to_digits_that_may_become_a_power_of_ten() -> None:
+    # a file for programs, and a rounded tick that is no text
+    exempt = {"model_validation/nvidia.py", "reporting/charts.py"}
+    package = Path(__file__).parents[2] / "autotune"
+    found = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r":[+-]?\.\d+g\b", path.read_text(encoding="utf-8"))
+    }
+    assert found == exempt
